@@ -1,7 +1,39 @@
-"""Chunk-based parameter memory for PyTorch: contiguous shards in device, host and disk tiers, gathered on demand."""
+"""Chunk-based parameter memory: contiguous shards in device, host and disk tiers, gathered on demand.
+
+`ChunkManager` packs tensors into chunks, shards each over a process group and re-points the tensors while their chunk
+is gathered or released. `Tier` is a place for bytes with an account and a capacity.
+"""
 
 from importlib.metadata import version
 
-__all__ = ["__version__"]
+from gemini_chunk._chunk import BufferPool, Chunk, ShardSlice
+from gemini_chunk._collectives import Collectives, Handle, LocalCollectives, ProcessGroupCollectives
+from gemini_chunk._errors import ChunkError, ChunkFullError, TensorStateError, TierFullError
+from gemini_chunk._manager import ChunkManager
+from gemini_chunk._states import TensorInfo, TensorState
+from gemini_chunk._tiers import Tier, TierName, device_tier, disk_tier, host_tier
+
+__all__ = [
+    "BufferPool",
+    "Chunk",
+    "ChunkError",
+    "ChunkFullError",
+    "ChunkManager",
+    "Collectives",
+    "Handle",
+    "LocalCollectives",
+    "ProcessGroupCollectives",
+    "ShardSlice",
+    "TensorInfo",
+    "TensorState",
+    "TensorStateError",
+    "Tier",
+    "TierFullError",
+    "TierName",
+    "__version__",
+    "device_tier",
+    "disk_tier",
+    "host_tier",
+]
 
 __version__ = version("gemini-chunk")

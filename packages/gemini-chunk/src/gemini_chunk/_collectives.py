@@ -1,0 +1,130 @@
+"""The collectives that chunks need, and the only place that touches ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Handle(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when its result may be used on the current stream; raise what the operation raised."""
+
+
+class Collectives(Protocol):
+    """What a chunk asks of a group of ranks.
+
+    Every rank of the group makes the same calls in the same order. Tensors are contiguous and flat, and stay alive and
+    untouched until the handle's ``wait`` has returned.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank in the group."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Handle:
+        """Start to fill ``full``, shape ``(world_size * n,)``, from each rank's ``shard``, shape ``(n,)``.
+
+        ``shard`` may be this rank's own slice of ``full``.
+        """
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Handle:
+        """Start to write into ``shard``, shape ``(n,)``, the sum over ranks of this rank's slice of ``full``."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` with rank 0's."""
+
+
+class Done:
+    """The handle of an operation that has nothing left to do."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class LocalCollectives:
+    """A group of one: no process group is needed."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Handle:
+        """Copy the only shard."""
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
+        return Done()
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Handle:
+        """Copy: the sum over one rank."""
+        shard.copy_(full)
+        return Done()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Leave rank 0's tensor as it is."""
+
+
+class ProcessGroupCollectives:
+    """The collectives of a ``torch.distributed`` process group.
+
+    Args:
+        process_group: the group; None is the default group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self._group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Handle:
+        """Start ``all_gather_single``."""
+        return _started(_all_gather(full, shard, group=self._group, async_op=True))
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Handle:
+        """Start ``reduce_scatter_single`` with a sum."""
+        return _started(_reduce_scatter(shard, full, op=dist.ReduceOp.SUM, group=self._group, async_op=True))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcast from the group's rank 0."""
+        dist.broadcast(tensor, group=self._group, group_src=0)
+
+
+def make_collectives(process_group: dist.ProcessGroup | None) -> Collectives:
+    """Return the collectives of ``process_group``, or of a group of one where none is initialised."""
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return LocalCollectives()
+    if dist.get_world_size(process_group) == 1:
+        return LocalCollectives()
+    return ProcessGroupCollectives(process_group)
+
+
+def _renamed(new: str, old: str) -> Callable[..., dist.Work | None]:
+    """Return a collective under the name that this torch knows: 2.13 renamed the ``_tensor`` variants."""
+    function: Callable[..., dist.Work | None] = getattr(dist, new, None) or getattr(dist, old)
+    return function
+
+
+_all_gather = _renamed("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+class _Started:
+    """A ``torch.distributed`` work."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+def _started(work: dist.Work | None) -> Handle:
+    return Done() if work is None else _Started(work)

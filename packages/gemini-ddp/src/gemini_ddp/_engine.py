@@ -1,0 +1,367 @@
+"""The step engine: hooks that gather what a module needs, follow its backward, and hand gradients to the store."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gemini_ddp._errors import ZeroDDPError
+from gemini_ddp._outside import OutsideUses
+from gemini_ddp._schedule import RecordedAccess, RecordedTrace, Schedule
+from gemini_ddp._scopes import Call, Scope, find_scopes
+from gemini_ddp._tensors import walk_tensors
+from gemini_ddp.interfaces import ChunkStore, Phase, Planner
+
+ChunkT = TypeVar("ChunkT", bound=Hashable)
+
+_Key = tuple[Scope, Phase]
+_Mode = tuple[bool, bool]
+
+
+@dataclass(slots=True)
+class _Run(Generic[ChunkT]):
+    """A step under way: its mode (training, gradients) or None, the schedule it follows or the trace it records."""
+
+    mode: _Mode | None
+    schedule: Schedule[ChunkT] | None = None
+    recording: list[_Key] | None = None
+
+
+class Engine(Generic[ChunkT]):
+    """Runs a module whose parameters lie in a chunk store.
+
+    [Note: Scopes]
+    A scope is one call of a module that owns managed parameters. Entering it gathers them; leaving it lets their
+    chunks go, unless the plan keeps them. Backward enters it again through a hook on the ``grad_fn`` of each output
+    tensor, and leaves it once the gradients of its parameters have arrived.
+
+    [Note: Uses outside the owner]
+    A parameter may be read by another module than its owner. The first pass in each mode runs under a
+    ``TorchFunctionMode`` that sees such reads and adds the parameter to the innermost active scope for good; later
+    passes run without it. Should one be missed, its placeholder's NaN shows in the loss.
+
+    [Note: Recompute]
+    Activation checkpointing calls modules again inside backward. Such a call gathers like any other, but what it
+    gathered stays until the scope's backward is over, for that is about to run.
+
+    Args:
+        module: the model.
+        store: holds its parameters.
+        planner: turns the first step's trace into a plan; None gathers on demand and releases at the next scope.
+        scales_loss: refuse a backward that `scaled_backward` did not announce.
+    """
+
+    def __init__(
+        self, module: nn.Module, store: ChunkStore[ChunkT], planner: Planner[ChunkT] | None, *, scales_loss: bool
+    ) -> None:
+        self._store = store
+        self._planner = planner
+        self._scales_loss = scales_loss
+        self._announced = False
+        self._scopes = find_scopes(module, store.__contains__)
+        self._root = self._scopes[module]
+        self._scopes_of: dict[Tensor, list[Scope]] = {}
+        self._stack: list[tuple[Scope, list[nn.Parameter]]] = []
+        self._active: dict[Scope, tuple[nn.Parameter, ...]] = {}
+        self._idle: dict[ChunkT, None] = {}
+        self._schedules: dict[_Mode, Schedule[ChunkT]] = {}
+        self._run: _Run[ChunkT] = _Run(None)
+        self._suspended: _Run[ChunkT] | None = None
+        self._watch: OutsideUses | None = None
+        self._in_backward = False
+        self._ordered = False
+        self._handles = [handle for child, scope in self._scopes.items() for handle in self._hook(child, scope)]
+        for param in {p: None for scope in self._scopes.values() for p in scope.params if p.requires_grad}:
+            self._handles.append(param.register_post_accumulate_grad_hook(_weak(self._on_gradient)))
+
+    @property
+    def deviations(self) -> int:
+        """Accesses that came out of the recorded order so far."""
+        return sum(schedule.deviations for schedule in self._schedules.values())
+
+    def remove_hooks(self) -> None:
+        """Detach from the module."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextlib.contextmanager
+    def scaled_backward(self) -> Iterator[None]:
+        """Allow a backward: the loss has been multiplied by the loss scale."""
+        self._announced = True
+        try:
+            yield
+        finally:
+            self._announced = False
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _hook(self, module: nn.Module, scope: Scope) -> Iterator[Any]:
+        enter, leave = _weak(self._enter), _weak(self._leave)
+
+        def before(called: nn.Module, _: tuple[object, ...]) -> None:
+            enter(scope, called)
+
+        def after(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+            leave(scope, args, kwargs, output)
+
+        yield module.register_forward_pre_hook(before, prepend=True)
+        # Also after an exception, and after recompute that stops early: a scope that was entered is always left.
+        yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+    def _enter(self, scope: Scope, module: nn.Module) -> None:
+        recompute = _in_autograd()
+        if scope.is_root and not recompute and not self._stack:
+            self._start_pass(module.training)
+        params = list(scope.params)
+        if not (recompute and scope.in_backward):
+            self._access(scope, "backward" if recompute else "forward")
+        self._store.begin_use(params)
+        self._stack.append((scope, params))
+
+    def _leave(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        if not self._stack or self._stack[-1][0] is not scope:
+            return  # entering failed, so nothing was begun
+        _, params = self._stack.pop()
+        recompute = _in_autograd()
+        if recompute and torch.is_grad_enabled() and not scope.in_backward:
+            self._start_scope_backward(scope, begun=params)
+        else:
+            self._store.end_use(params, in_backward=recompute)
+            self._let_go(params)
+        if torch.is_grad_enabled() and output is not None:
+            self._hook_outputs(scope, args, kwargs, output)
+        if scope.is_root and not recompute and not self._stack:
+            self._finish_pass(failed=output is None)
+
+    def _start_pass(self, training: bool) -> None:
+        """Begin the model's forward."""
+        if self._in_backward:  # the last backward never came to its end
+            self.reset()
+        mode = (training, torch.is_grad_enabled())
+        if self._run.mode is None or not mode[1]:
+            if self._run.mode is not None:  # an evaluation between a step's forward and its backward
+                self._suspended = self._run
+            schedule = self._schedules.get(mode)
+            if schedule is not None:
+                schedule.rewind()
+            self._run = _Run(mode, schedule, [] if schedule is None else None)
+        if self._run.recording is not None:
+            self._watch = OutsideUses(self._store.__contains__, self._use_outside)
+            self._watch.__enter__()  # type: ignore[no-untyped-call] # torch's mode is untyped
+
+    def _finish_pass(self, *, failed: bool) -> None:
+        """End the model's forward; without gradients, or after an error, that is the end of the step."""
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch's mode is untyped
+            self._watch = None
+        if failed:
+            self._run.recording = None
+        if failed or self._run.mode is None or not self._run.mode[1]:
+            self._finish_run()
+            self._idle.clear()
+            self._store.rest()
+
+    def _use_outside(self, param: Tensor) -> None:
+        """Pin a parameter that a torch function reads to the innermost active scope."""
+        if not self._stack or not isinstance(param, nn.Parameter):
+            return
+        if any(param is used for _, params in self._stack for used in params):
+            return
+        scope, params = self._stack[-1]
+        scope.add(param)
+        self._scopes_of.clear()
+        self._idle.pop(self._store.chunk_of(param), None)
+        self._store.begin_use((param,))
+        params.append(param)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _hook_outputs(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        nodes = {node: None for tensor in walk_tensors(output) for node in _grad_fns(tensor)}
+        if not nodes or not (scope.params or scope.is_root):
+            return
+        call: Call | None = None
+        if scope.watches_inputs:
+            call = Call(scope)
+            over = _weak(self._on_input_gradient)
+            inputs = {t.grad_fn: None for t in walk_tensors((args, kwargs)) if t.grad_fn is not None}
+            call.inputs_left = len(inputs)
+            for node in inputs:
+                node.register_prehook(lambda _, call=call: over(call))
+            if not inputs and not scope.needs_inputs:
+                call = None
+        begin = _weak(self._on_output_gradient)
+        for node in nodes:
+            node.register_prehook(lambda _, call=call: begin(scope, call))
+
+    def _on_output_gradient(self, scope: Scope, call: Call | None) -> None:
+        if not self._in_backward:
+            self._start_backward()
+        if call is not None and call.inputs_left > 0:
+            scope.calls.add(call)
+        if not scope.in_backward and scope.params:
+            self._access(scope, "backward")
+            params = scope.params if scope.value_in_backward else ()
+            self._store.begin_use(params)
+            self._start_scope_backward(scope, begun=params)
+
+    def _start_scope_backward(self, scope: Scope, begun: Sequence[nn.Parameter]) -> None:
+        """Let a scope's backward begin; what was begun to be used stays in use until it is over."""
+        if not self._in_backward:
+            self._start_backward()
+        if not scope.value_in_backward:
+            self._store.end_use(begun, in_backward=True)
+            self._let_go(begun)
+            begun = ()
+        scope.in_backward = True
+        scope.waiting = {param for param in scope.params if param.requires_grad}
+        self._active[scope] = tuple(begun)
+
+    def _on_input_gradient(self, call: Call) -> None:
+        call.inputs_left -= 1
+        if call.inputs_left == 0:
+            call.scope.calls.discard(call)
+            if call.scope.in_backward and call.scope.is_over:
+                self._end_scope_backward(call.scope)
+
+    def _end_scope_backward(self, scope: Scope) -> None:
+        scope.in_backward = False
+        scope.waiting.clear()
+        params = self._active.pop(scope)
+        self._store.end_use(params, in_backward=True)
+        self._let_go(params)
+
+    def _on_gradient(self, param: Tensor) -> None:
+        gradient, param.grad = param.grad, None
+        if gradient is None:
+            return
+        if not self._in_backward:
+            self._start_backward()
+        for scope in self._users(param):
+            scope.waiting.discard(param)
+            if scope.in_backward and scope.is_over:
+                self._end_scope_backward(scope)
+        self._store.take_gradient(param, gradient)
+
+    def _users(self, param: Tensor) -> list[Scope]:
+        if not self._scopes_of:
+            for scope in self._scopes.values():
+                for used in scope.params:
+                    self._scopes_of.setdefault(used, []).append(scope)
+        return self._scopes_of[param]
+
+    def _start_backward(self) -> None:
+        if self._scales_loss and not self._announced:
+            self._finish_run()
+            raise ZeroDDPError(
+                "loss.backward() was called on a model in fp16, whose loss must be scaled first. Call "
+                "optimizer.backward(loss), or booster.backward(loss, optimizer), instead."
+            )
+        self._in_backward = True
+        self._store.start_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(_weak(self._finish_backward))
+
+    def _finish_backward(self) -> None:
+        for scope in self._active:
+            scope.in_backward = False
+            scope.waiting.clear()
+        for scope in self._scopes.values():
+            scope.calls.clear()
+        self._active.clear()
+        self._idle.clear()
+        self._store.finish_backward()
+        if not self._ordered:
+            self._store.adopt_reduce_order()
+            self._ordered = True
+        self._in_backward = False
+        self._finish_run()
+
+    # -- moving chunks ------------------------------------------------------------------------------------------------
+
+    def _access(self, scope: Scope, phase: Phase) -> None:
+        """Gather what a scope needs, start what the plan wants early, and release what is in the way."""
+        key = (scope, phase)
+        run = self._run
+        if run.recording is not None:
+            run.recording.append(key)
+        prefetch = None if run.schedule is None else run.schedule.advance(key)
+        chunks = self._chunks(scope, phase)
+        for chunk in [idle for idle in self._idle if idle not in chunks]:
+            if prefetch is None or not self._keeps(chunk):
+                self._store.release(chunk)
+                del self._idle[chunk]
+        for chunk in (*chunks, *(prefetch or ())):
+            self._store.start_gather(chunk)
+        for chunk in chunks:
+            self._idle.pop(chunk, None)
+        for chunk in prefetch or ():
+            self._idle.setdefault(chunk)
+
+    def _let_go(self, params: Sequence[nn.Parameter]) -> None:
+        """Release the chunks of a use that is over, or leave them idle where the next access may want them."""
+        for chunk in dict.fromkeys(self._store.chunk_of(param) for param in params):
+            if self._run.schedule is None or self._keeps(chunk):
+                self._idle[chunk] = None
+            else:
+                self._store.release(chunk)
+
+    def _keeps(self, chunk: ChunkT) -> bool:
+        return self._run.schedule is not None and self._run.schedule.keeps(chunk)
+
+    def _chunks(self, scope: Scope, phase: Phase) -> tuple[ChunkT, ...]:
+        params = scope.params if phase == "forward" or scope.value_in_backward else ()
+        return tuple(dict.fromkeys(self._store.chunk_of(param) for param in params))
+
+    def _finish_run(self) -> None:
+        """Make a plan of what was recorded, and be ready for the next step."""
+        run = self._run
+        if run.recording and run.mode is not None and self._planner is not None:
+            accesses = tuple(RecordedAccess(phase, self._chunks(scope, phase)) for scope, phase in run.recording)
+            trace = RecordedTrace(accesses)
+            self._schedules[run.mode] = Schedule(run.recording, trace, self._planner.schedule(trace))
+        self._run, self._suspended = self._suspended or _Run(None), None
+
+    def reset(self) -> None:
+        """Return to rest after an interrupted step."""
+        self._stack.clear()
+        for scope in self._scopes.values():
+            scope.in_backward = False
+            scope.waiting.clear()
+            scope.calls.clear()
+        self._active.clear()
+        self._idle.clear()
+        self._run, self._suspended = _Run(None), None
+        self._in_backward = False
+        self._store.reset()
+
+
+def _in_autograd() -> bool:
+    """Whether this code runs inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _grad_fns(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
+    if tensor.grad_fn is not None:
+        yield tensor.grad_fn
+        # An in-place operation on a view drops the view's own grad_fn, but not its base's.
+        if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
+            yield tensor._base.grad_fn
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a callable that does not keep the method's object alive: hooks live as long as what they hang on."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        target = reference()
+        if target is not None:
+            target(*args)
+
+    return call

@@ -1,0 +1,58 @@
+"""Finding tensors in what modules take and return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+_DEPTH = 8
+
+
+def walk_tensors(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, sets, mappings, dataclasses and plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, torch.dtype, torch.device)):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from walk_tensors(item, depth - 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from walk_tensors(item, depth - 1)
+    elif not isinstance(value, (torch.nn.Module, type)) and hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from walk_tensors(item, depth - 1)
+
+
+def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
+    """Return ``value`` with ``change`` applied to the tensors in tuples, lists, dicts and dataclasses.
+
+    What holds no tensor that changes is returned as it is, not copied.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        items = {key: map_tensors(item, change) for key, item in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        if type(value) is dict:
+            return items
+        # A ModelOutput is a dict and a dataclass; it is built from its fields.
+        build: Callable[..., object] = type(value)
+        return build(**items) if hasattr(value, "__dataclass_fields__") else build(items)
+    if isinstance(value, (list, tuple)):
+        entries = [map_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(entries, value, strict=True)):
+            return value
+        make: Callable[..., object] = type(value)
+        return make(*entries) if hasattr(value, "_fields") else make(entries)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {f.name: map_tensors(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}
+        if all(new is getattr(value, name) for name, new in changes.items()):
+            return value
+        return dataclasses.replace(value, **changes)
+    return value

@@ -1,0 +1,205 @@
+"""The wrapper that a user trains."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gemini_ddp._engine import Engine
+from gemini_ddp._errors import ZeroDDPError
+from gemini_ddp._tensors import map_tensors
+from gemini_ddp.interfaces import ChunkStore, Planner
+
+ChunkT = TypeVar("ChunkT", bound=Hashable)
+
+_MARK = "_gemini_ddp_wrapped"
+
+
+class ZeroDDP(nn.Module, Generic[ChunkT]):
+    """Runs an unmodified module whose parameters lie in a chunk store.
+
+    The wrapped model is called, put into ``train`` or ``eval`` mode and iterated like the module itself: parameters,
+    buffers and state have the module's own names, and attributes that the wrapper does not have are the module's.
+    Gradients do not appear in ``param.grad``; the store holds them, reduced, for an optimizer over its shards.
+
+    Args:
+        module: the model; every parameter that is to be sharded is managed by ``store`` already.
+        store: holds the parameters.
+        planner: turns the first step's trace into a plan; None gathers on demand.
+        input_dtype: floating inputs are cast to it; None leaves them.
+        scales_loss: whether the loss must be scaled (fp16): ``loss.backward()`` raises, `backward` within
+            an optimizer that scales is the way.
+        force_outputs_fp32: cast floating outputs to fp32.
+
+    Raises:
+        ValueError: the module is wrapped already.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        store: ChunkStore[ChunkT],
+        planner: Planner[ChunkT] | None = None,
+        *,
+        input_dtype: torch.dtype | None = None,
+        scales_loss: bool = False,
+        force_outputs_fp32: bool = False,
+    ) -> None:
+        if getattr(module, _MARK, False) or isinstance(module, ZeroDDP):
+            raise ValueError(f"This {type(module).__name__} is wrapped already; wrap a module once.")
+        super().__init__()
+        self.module = module
+        self.store = store
+        self.scales_loss = scales_loss
+        self._input_dtype = input_dtype
+        self._force_outputs_fp32 = force_outputs_fp32
+        self._engine = Engine(module, store, planner, scales_loss=scales_loss)
+        setattr(module, _MARK, True)
+        self.training = module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with inputs and outputs cast as asked for."""
+        if self._input_dtype is not None:
+            args, kwargs = map_tensors((args, kwargs), self._cast_input)  # type: ignore[misc] # same structure
+        output = self.module(*args, **kwargs)
+        return map_tensors(output, _to_fp32) if self._force_outputs_fp32 else output
+
+    def _cast_input(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward and finish all reductions.
+
+        Args:
+            loss: a scalar, multiplied by the loss scale where the model needs one.
+        """
+        with self._engine.scaled_backward():
+            loss.backward()
+
+    def unwrap(self) -> nn.Module:
+        """Return the user's module."""
+        return self.module
+
+    def memory_usage(self) -> Mapping[str, Mapping[str, int | None]]:
+        """Return bytes of model states ``used``, ``peak`` and ``capacity`` by tier."""
+        return self.store.memory_usage()
+
+    @property
+    def deviations(self) -> int:
+        """Accesses that came out of the recorded order so far."""
+        return self._engine.deviations
+
+    def reset(self) -> None:
+        """Return to rest after an interrupted step, dropping its gradients; the next forward does so by itself."""
+        self._engine.reset()
+
+    def detach(self) -> nn.Module:
+        """Take the hooks off and return the module; its parameters stay in the store."""
+        self._engine.remove_hooks()
+        setattr(self.module, _MARK, False)
+        return self.module
+
+    # -- the module's own face ----------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the module's parameters under their own names."""
+        yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's buffers under their own names."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:  # noqa: ARG002
+        raise ZeroDDPError(
+            "A wrapped model cannot be moved or cast: its parameters lie in chunks. Move or cast the module before "
+            "it is wrapped, or choose the precision and the device of the wrapper."
+        )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def named_full_values(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every entry of the module's ``state_dict`` with its full value, one at a time, in its order.
+
+        A tied parameter comes under each of its names. Every rank iterates to the end; chunks are gathered on the
+        way and released again, so that no more than one chunk and one tensor are there at a time.
+        """
+        for name, entry in self.module.state_dict(keep_vars=True).items():
+            managed = isinstance(entry, nn.Parameter) and entry in self.store
+            yield name, self.store.full_value(entry) if managed else entry.detach()
+
+    def state_dict(  # type: ignore[override] # positional destination has long been deprecated in torch
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return the full state on the CPU of every rank, in the working dtype; every rank calls it.
+
+        Args:
+            destination: a mapping to fill; by default a new one.
+            prefix: put before every name.
+            keep_vars: not supported: full values are copies.
+
+        Raises:
+            ValueError: ``keep_vars`` is set.
+        """
+        if keep_vars:
+            raise ValueError("keep_vars=True is not possible: full values are copies of what lies in shards.")
+        target: dict[str, Any] = OrderedDict() if destination is None else destination
+        shared: dict[Tensor, Tensor] = {}
+        entries = self.module.state_dict(keep_vars=True)
+        for name, value in self.named_full_values():
+            entry = entries[name]
+            if entry not in shared:
+                shared[entry] = value.cpu() if value is not entry else value.cpu().clone()
+            target[prefix + name] = shared[entry]
+        return target
+
+    def load_state_dict(  # type: ignore[override] # assign would replace managed parameters
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        """Overwrite parameters and buffers from full values, the same on every rank.
+
+        Args:
+            state_dict: full values by the module's own names.
+            strict: raise for missing and unexpected names.
+
+        Raises:
+            RuntimeError: names or shapes do not match; the message lists all of them and nothing was loaded.
+        """
+        entries = self.module.state_dict(keep_vars=True)
+        missing = [name for name in entries if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in entries]
+        shapes = [
+            f"{name}: {tuple(state_dict[name].shape)} given, {tuple(entry.shape)} wanted"
+            for name, entry in entries.items()
+            if name in state_dict and state_dict[name].shape != entry.shape
+        ]
+        problems = [*(f"missing: {name}" for name in missing), *(f"unexpected: {name}" for name in unexpected)]
+        if shapes or (strict and problems):
+            found = "\n  ".join([*(problems if strict else []), *shapes])
+            raise RuntimeError(f"The state does not fit {type(self.module).__name__}:\n  {found}")
+        with torch.no_grad():
+            for name, entry in entries.items():
+                if name not in state_dict:
+                    continue
+                if isinstance(entry, nn.Parameter) and entry in self.store:
+                    self.store.load_value(entry, state_dict[name])
+                else:
+                    entry.copy_(state_dict[name])
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _to_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor

@@ -1,0 +1,113 @@
+"""What `ZeroDDP` asks of its collaborators: a store that holds the parameters, a planner that orders their movement."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Literal, Protocol, TypeVar
+
+from torch import Tensor
+
+ChunkT = TypeVar("ChunkT", bound=Hashable)
+ChunkT_co = TypeVar("ChunkT_co", covariant=True)
+
+Phase = Literal["forward", "backward"]
+
+
+class ChunkStore(Protocol[ChunkT]):
+    """Holds parameters in chunks that are valid on the compute device only while gathered.
+
+    Every rank makes the same calls that may communicate (`gather`, `start_gather`, `begin_use`, `take_gradient`,
+    `finish_backward`, `adopt_reduce_order`, `full_value`) in the same order.
+    """
+
+    def __contains__(self, tensor: object) -> bool:
+        """Whether the store manages this parameter."""
+
+    def chunk_of(self, tensor: Tensor) -> ChunkT:
+        """Return the chunk of a managed parameter; raise KeyError for any other tensor."""
+
+    def start_gather(self, chunk: ChunkT) -> None:
+        """Start to make a chunk valid; does nothing for one that is, or is on its way."""
+
+    def release(self, chunk: ChunkT) -> None:
+        """Give a gathered chunk's memory back, unless a parameter of it is in use or the store keeps it gathered."""
+
+    def begin_use(self, tensors: Iterable[Tensor]) -> None:
+        """Make these parameters valid, waiting for their chunks, and keep them so until `end_use`; calls nest."""
+
+    def end_use(self, tensors: Iterable[Tensor], *, in_backward: bool) -> None:
+        """Undo one `begin_use`; ``in_backward`` tells that the parameters' gradients follow."""
+
+    def take_gradient(self, tensor: Tensor, gradient: Tensor) -> None:
+        """Take this rank's gradient of a parameter, shape of the parameter; reduce its chunk when it is complete."""
+
+    def start_backward(self) -> None:
+        """Called before the first `take_gradient` of a backward."""
+
+    def finish_backward(self) -> None:
+        """Reduce what has not been reduced, wait for all reductions, end all uses, and release."""
+
+    def adopt_reduce_order(self) -> None:
+        """Called once after the first backward: later ones may reduce chunks in the order they were completed in."""
+
+    def rest(self) -> None:
+        """Release every chunk that nobody uses."""
+
+    def reset(self) -> None:
+        """Return to rest after an interrupted step; its gradients are dropped."""
+
+    def full_value(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a parameter's full value, shape of the parameter, on the compute device."""
+
+    def load_value(self, tensor: Tensor, value: Tensor) -> None:
+        """Overwrite a parameter from its full value, the same on every rank."""
+
+    def memory_usage(self) -> Mapping[str, Mapping[str, int | None]]:
+        """Return bytes ``used``, ``peak`` and ``capacity`` of each tier."""
+
+
+class Access(Protocol[ChunkT_co]):
+    """One entry of a module that needs chunks."""
+
+    @property
+    def phase(self) -> Phase:
+        """Whether forward or backward entered it."""
+
+    @property
+    def chunks(self) -> Sequence[ChunkT_co]:
+        """The chunks that must be gathered while it runs."""
+
+
+class Trace(Protocol[ChunkT_co]):
+    """The order in which one step entered modules."""
+
+    @property
+    def accesses(self) -> Sequence[Access[ChunkT_co]]:
+        """All entries, first to last."""
+
+
+class Step(Protocol[ChunkT_co]):
+    """What to do at one access of a trace."""
+
+    @property
+    def prefetch(self) -> Sequence[ChunkT_co]:
+        """Chunks to start gathering when the access begins, after its own."""
+
+    @property
+    def release(self) -> Sequence[ChunkT_co]:
+        """Chunks to release once the access is over."""
+
+
+class Plan(Protocol[ChunkT_co]):
+    """One step for each access of a trace."""
+
+    @property
+    def steps(self) -> Sequence[Step[ChunkT_co]]:
+        """Steps, by index of the access."""
+
+
+class Planner(Protocol[ChunkT]):
+    """Turns a trace into a plan."""
+
+    def schedule(self, trace: Trace[ChunkT]) -> Plan[ChunkT]:
+        """Return a plan with as many steps as ``trace`` has accesses; the same on every rank for the same trace."""
