@@ -370,7 +370,7 @@ class ChunkManager:
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
-    def memory_usage(self) -> dict[TierName, dict[str, int | None]]:
+    def memory_usage(self) -> dict[str, dict[str, int | None]]:
         """Return bytes in use, peak and capacity of each tier."""
         return {
             name: {"used": tier.used, "peak": tier.peak, "capacity": tier.capacity} for name, tier in self.tiers.items()

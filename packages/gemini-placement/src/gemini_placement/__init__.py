@@ -2,6 +2,30 @@
 
 from importlib.metadata import version
 
-__all__ = ["__version__"]
+from gemini_placement._auto import AutoPlacementPolicy
+from gemini_placement._placement import ChunkPlacement, Placement, PlacementError
+from gemini_placement._plan import Plan, PlanStep
+from gemini_placement._static import StaticPlacementPolicy
+from gemini_placement._stats import AccessStats, MemStats
+from gemini_placement.interfaces import Access, ChunkFacts, Phase, PlacementPolicy, TierName, Trace
+
+__all__ = [
+    "Access",
+    "AccessStats",
+    "AutoPlacementPolicy",
+    "ChunkFacts",
+    "ChunkPlacement",
+    "MemStats",
+    "Phase",
+    "Placement",
+    "PlacementError",
+    "PlacementPolicy",
+    "Plan",
+    "PlanStep",
+    "StaticPlacementPolicy",
+    "TierName",
+    "Trace",
+    "__version__",
+]
 
 __version__ = version("gemini-placement")

@@ -2,6 +2,9 @@
 
 from importlib.metadata import version
 
-__all__ = ["__version__"]
+from gemini_search._configuration import ChunkConfiguration, ChunkSpec, TensorSlot
+from gemini_search._search import search_chunk_configuration
+
+__all__ = ["ChunkConfiguration", "ChunkSpec", "TensorSlot", "__version__", "search_chunk_configuration"]
 
 __version__ = version("gemini-search")

@@ -1,0 +1,120 @@
+"""The booster: the few lines that a user adds to a training loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from gemini_booster import _checkpoint
+from gemini_booster._gemini_ddp import GeminiDDP
+from gemini_booster._optimizer import GeminiOptimizer
+from gemini_booster._plugin import GeminiPlugin
+
+Criterion = Callable[..., Tensor]
+Boosted = tuple[GeminiDDP, GeminiOptimizer | None, Criterion | None, DataLoader[object] | None, LRScheduler | None]
+
+
+class Booster:
+    """Wraps what a training loop has and saves what it made.
+
+    Args:
+        plugin: the settings; by default those of ``GeminiPlugin()``.
+    """
+
+    def __init__(self, *, plugin: GeminiPlugin | None = None) -> None:
+        if plugin is not None and not isinstance(plugin, GeminiPlugin):
+            raise TypeError(f"plugin must be a GeminiPlugin, got {type(plugin).__name__}.")
+        self.plugin = GeminiPlugin() if plugin is None else plugin
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Criterion | None = None,
+        dataloader: DataLoader[object] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        """Return model, optimizer, criterion, dataloader and learning-rate scheduler, ready for training.
+
+        Args:
+            model: an unmodified module, possibly built under `gemini_lazy.LazyInitContext`.
+            optimizer: any element-wise optimizer built on the model's parameters.
+            criterion: returned as it is.
+            dataloader: returned as it is; `GeminiPlugin.prepare_dataloader` makes one for each rank.
+            lr_scheduler: returned as it is: it acts on the parameter groups that both optimizers share.
+        """
+        wrapped = self.plugin.wrap_model(model)
+        boosted = None if optimizer is None else self.plugin.wrap_optimizer(optimizer, wrapped)
+        return wrapped, boosted, criterion, dataloader, lr_scheduler
+
+    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Run backward from a scalar loss, multiplied by the loss scale where the precision needs one."""
+        if not isinstance(optimizer, GeminiOptimizer):
+            raise TypeError(f"optimizer must be the one that boost returned, got {type(optimizer).__name__}.")
+        optimizer.backward(loss)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | os.PathLike[str],
+        *,
+        shard: bool = False,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_safetensors: bool = False,
+    ) -> None:
+        """Save the model's full state; every rank calls it, rank 0 writes.
+
+        Args:
+            model: what `boost` returned.
+            checkpoint: with ``shard`` a folder, that ``from_pretrained`` of a transformers model loads; otherwise a
+                file.
+            shard: write files of limited size with an index.
+            prefix: put before the files' numbers (sharded only).
+            size_per_shard: limit of a file in MiB; a larger tensor has a file of its own.
+            use_safetensors: safetensors instead of ``torch.save``.
+        """
+        _checkpoint.save_model(
+            _wrapped(model),
+            checkpoint,
+            shard=shard,
+            prefix=prefix,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+        )
+
+    def load_model(self, model: nn.Module, checkpoint: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Load what `save_model`, plain torch or transformers saved: a file, or a folder; every rank calls it."""
+        _checkpoint.load_model(_wrapped(model), checkpoint, strict=strict)
+
+    def save_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]) -> None:
+        """Save the optimizer's state in torch's format, and the loss scaler's; every rank calls it, rank 0 writes."""
+        _checkpoint.save_optimizer(optimizer, checkpoint)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]) -> None:
+        """Load what `save_optimizer` saved, on any number of ranks; every rank calls it."""
+        _checkpoint.load_optimizer(optimizer, checkpoint)
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
+        """Save a scheduler's state; rank 0 writes."""
+        _checkpoint.save_on_rank_0(lr_scheduler.state_dict(), checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
+        """Load a scheduler's state."""
+        lr_scheduler.load_state_dict(torch.load(checkpoint, weights_only=True))
+
+    def execute_pipeline(self) -> NoReturn:
+        """Raise: there is no pipeline parallelism here."""
+        raise NotImplementedError("Gemini has no pipeline parallelism; call the model and booster.backward instead.")
+
+
+def _wrapped(model: nn.Module) -> GeminiDDP:
+    if not isinstance(model, GeminiDDP):
+        raise TypeError(f"model must be the one that boost returned, got {type(model).__name__}.")
+    return model

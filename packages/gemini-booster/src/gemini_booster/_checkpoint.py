@@ -1,0 +1,263 @@
+"""Saving and loading full states, streamed tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gemini_booster._gemini_ddp import GeminiDDP
+
+_MIB = 2**20
+_BIN_INDEX = "pytorch_model.bin.index.json"
+_SAFE_INDEX = "model.safetensors.index.json"
+
+
+def save_model(
+    model: GeminiDDP,
+    checkpoint: str | os.PathLike[str],
+    *,
+    shard: bool,
+    prefix: str | None,
+    size_per_shard: float,
+    use_safetensors: bool,
+) -> None:
+    """Save a wrapped model; see `Booster.save_model`."""
+    if size_per_shard <= 0:
+        raise ValueError(f"size_per_shard must be a positive number of MiB, got {size_per_shard}.")
+    path = Path(checkpoint)
+    if shard and path.is_file():
+        raise ValueError(f"With shard=True the checkpoint is a folder; {str(path)!r} is a file.")
+    if not shard and path.is_dir():
+        raise ValueError(f"With shard=False the checkpoint is a file; {str(path)!r} is a folder.")
+    writer = _is_writer(model.process_group)
+    entries = _entries(model, skip_ties=use_safetensors)
+    with _report_to_all(model.process_group):
+        try:
+            if shard:
+                _save_folder(model, entries, path, prefix, size_per_shard * _MIB, use_safetensors, writer)
+            else:
+                state = {name: value.cpu() for name, value in entries if writer}
+                if writer:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    _write(state, path, use_safetensors)
+        except Exception:
+            for _ in entries:  # the other ranks still gather: leaving them would hang them
+                pass
+            raise
+
+
+def _entries(model: GeminiDDP, *, skip_ties: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and full values; a tied parameter once where the format cannot share and the model ties by itself."""
+    ties_itself = skip_ties and bool(getattr(model.unwrap(), "_tied_weights_keys", None))
+    state = model.unwrap().state_dict(keep_vars=True)
+    seen: dict[Tensor, Tensor] = {}
+    for name, value in model.named_full_values():
+        entry = state[name]
+        if isinstance(entry, nn.Parameter) and entry in seen:
+            if not ties_itself:
+                yield name, value if skip_ties else seen[entry]
+            continue
+        if isinstance(entry, nn.Parameter):
+            seen[entry] = value if _is_tied(entry, state) else value.new_empty(0)
+        yield name, value
+
+
+def _is_tied(entry: Tensor, state: Mapping[str, Tensor]) -> bool:
+    return sum(other is entry for other in state.values()) > 1
+
+
+def _save_folder(
+    model: GeminiDDP,
+    entries: Iterator[tuple[str, Tensor]],
+    folder: Path,
+    prefix: str | None,
+    limit: float,
+    use_safetensors: bool,
+    writer: bool,
+) -> None:
+    if writer:
+        folder.mkdir(parents=True, exist_ok=True)
+    stem = ("model" if use_safetensors else "pytorch_model") + (f".{prefix}" if prefix else "")
+    suffix = ".safetensors" if use_safetensors else ".bin"
+    weight_map: dict[str, str] = {}
+    files: list[str] = []
+    state: dict[str, Tensor] = {}
+    state_bytes = total_bytes = 0
+
+    def flush() -> None:
+        nonlocal state, state_bytes
+        if state:
+            files.append(f"{stem}-{len(files) + 1:05d}{suffix}")
+            weight_map.update(dict.fromkeys(state, files[-1]))
+            _write(state, folder / files[-1], use_safetensors)
+            state, state_bytes = {}, 0
+
+    for name, value in entries:
+        if not writer:
+            continue
+        if state_bytes + value.nbytes > limit:
+            flush()
+        state[name] = value.cpu()
+        state_bytes += value.nbytes
+        total_bytes += value.nbytes
+    if not writer:
+        return
+    flush()
+    for part in ("config", "generation_config"):  # what a transformers model has beside its weights
+        save = getattr(getattr(model.unwrap(), part, None), "save_pretrained", None)
+        if save is not None:
+            save(folder)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    name = _SAFE_INDEX if use_safetensors else _BIN_INDEX
+    if prefix:
+        name = name.replace("model.", f"model.{prefix}.", 1)
+    with _replacing(folder / name) as temporary:
+        temporary.write_text(json.dumps(index, indent=2))
+    for stale in set(folder.glob(f"{stem}-?????{suffix}")) - {folder / file for file in files}:
+        stale.unlink()
+
+
+def _write(state: dict[str, Tensor], path: Path, use_safetensors: bool) -> None:
+    with _replacing(path) as temporary:
+        if use_safetensors:
+            save_file({name: value.contiguous() for name, value in state.items()}, temporary, metadata={"format": "pt"})
+        else:
+            torch.save(state, temporary)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Write beside ``path`` and put it in place whole: a failure leaves what was there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_model(model: GeminiDDP, checkpoint: str | os.PathLike[str], *, strict: bool) -> None:
+    """Load a full state into a wrapped model; see `Booster.load_model`."""
+    state = _SavedState(_files(Path(checkpoint)))
+    module = model.unwrap()
+    entries = module.state_dict(keep_vars=True)
+    by_entry: dict[Tensor, str] = {entry: name for name, entry in entries.items() if name in state}
+    # A format that cannot share tensors holds a tied parameter under one of its names.
+    aliases = {name: by_entry[entry] for name, entry in entries.items() if name not in state and entry in by_entry}
+    model.load_state_dict(_Aliased(state, aliases), strict=strict)
+
+
+class _SavedState(Mapping[str, Tensor]):
+    """Tensors of files, read when asked for."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._readers: dict[str, Any] = {}
+        for file in files:
+            if file.suffix == ".safetensors":
+                reader = safe_open(file, framework="pt")
+                self._readers.update(dict.fromkeys(reader.keys(), reader.get_tensor))  # type: ignore[no-untyped-call] # safetensors is untyped
+            else:
+                state = torch.load(file, weights_only=True, mmap=True)
+                self._readers.update(dict.fromkeys(state, state.__getitem__))
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._readers[name](name)
+        assert isinstance(value, Tensor)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+class _Aliased(Mapping[str, Tensor]):
+    """A state with further names for some of its entries."""
+
+    def __init__(self, state: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+        self._state = state
+        self._aliases = aliases
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[self._aliases.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._state
+        yield from self._aliases
+
+    def __len__(self) -> int:
+        return len(self._state) + len(self._aliases)
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of a checkpoint: those of an index, a known file of a folder, or the file itself."""
+    if path.is_dir():
+        indices = sorted(path.glob("*.index*.json"))
+        if len(indices) == 1:
+            path = indices[0]
+        else:
+            known = [path / name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).is_file()]
+            if not known:
+                raise FileNotFoundError(
+                    f"{str(path)!r} holds {len(indices)} index files, and neither model.safetensors nor "
+                    "pytorch_model.bin: name the index or the file to load."
+                )
+            return known[:1]
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no checkpoint at {str(path)!r}.")
+    if path.suffix == ".json":
+        names: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        return [path.parent / name for name in dict.fromkeys(names.values())]
+    return [path]
+
+
+def save_optimizer(optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]) -> None:
+    """Save an optimizer's full state; see `Booster.save_optimizer`."""
+    save_on_rank_0(optimizer.state_dict(), checkpoint)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]) -> None:
+    """Load an optimizer's full state; see `Booster.load_optimizer`."""
+    optimizer.load_state_dict(torch.load(checkpoint, weights_only=True, mmap=True))
+
+
+def save_on_rank_0(state: dict[str, Any], checkpoint: str | os.PathLike[str]) -> None:
+    """Write a state from rank 0; an error there is raised on every rank."""
+    with _report_to_all(None):
+        if _is_writer(None):
+            path = Path(checkpoint)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _replacing(path) as temporary:
+                torch.save(state, temporary)
+
+
+def _is_writer(process_group: dist.ProcessGroup | None) -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank(process_group) == 0
+
+
+@contextlib.contextmanager
+def _report_to_all(process_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let rank 0's error be raised on every rank, and let no rank go on before the files are there."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
+        message = [None if error is None else f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(message, group=process_group, group_src=0)
+        if error is None and message[0] is not None:
+            error = RuntimeError(f"Rank 0 could not save: {message[0]}")
+    if error is not None:
+        raise error

@@ -1,0 +1,141 @@
+"""The plugin: all settings of a run in one value, and what they make of a model, an optimizer and a data set."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from gemini_booster._gemini_ddp import GeminiDDP, PolicyName
+from gemini_booster._optimizer import GeminiOptimizer
+from gemini_booster._units import Precision
+from gemini_placement import MemStats
+from gemini_search import ChunkConfiguration
+
+_SampleT = TypeVar("_SampleT", covariant=True)
+
+_OPTIMIZER_SETTINGS = (
+    "initial_scale",
+    "min_scale",
+    "max_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "max_norm",
+    "norm_type",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeminiPlugin:
+    """Settings of a `Booster`: those of `GeminiDDP` and `GeminiOptimizer` under the same names.
+
+    See `GeminiDDP` for what concerns the model and `GeminiOptimizer` for loss scaling and clipping.
+    """
+
+    precision: Precision = "fp16"
+    placement_policy: PolicyName = "static"
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    warmup_non_model_data_ratio: float = 0.8
+    steady_cuda_cap_ratio: float = 0.9
+    device_capacity: int | str | None = None
+    host_capacity: int | str | None = None
+    offload_directory: str | None = None
+    max_prefetch: int = 0
+    hidden_dim: int | None = None
+    min_chunk_size_m: float = 32
+    search_range_m: float = 32
+    chunk_configuration: ChunkConfiguration | None = None
+    memstats: MemStats | None = None
+    pin_memory: bool = False
+    master_weights: bool = True
+    enable_gradient_accumulation: bool = False
+    force_outputs_fp32: bool = False
+    process_group: dist.ProcessGroup | None = None
+    initial_scale: float = 2**16
+    min_scale: float = 1
+    max_scale: float = 2**32
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    verbose: bool = False
+
+    def wrap_model(self, model: nn.Module) -> GeminiDDP:
+        """Return the wrapped model."""
+        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in _OPTIMIZER_SETTINGS:
+            del settings[name]
+        return GeminiDDP(model, **settings)
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: GeminiDDP) -> GeminiOptimizer:
+        """Return the optimizer over the shards of a wrapped model."""
+        settings = {name: getattr(self, name) for name in _OPTIMIZER_SETTINGS}
+        return GeminiOptimizer(optimizer, model, verbose=self.verbose, **settings)
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[_SampleT],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[_SampleT]], object] | None = None,
+    ) -> DataLoader[_SampleT]:
+        """Return a loader that gives each rank samples of its own.
+
+        Args:
+            dataset: the same on every rank.
+            batch_size: samples a rank takes at a time.
+            shuffle: draw in a new order each epoch (``loader.sampler.set_epoch(epoch)``), alike on all ranks.
+            seed: of that order, and with the rank and the worker's number of each worker's generators.
+            drop_last: leave out samples that do not fill a batch on every rank.
+            pin_memory: page-lock the batches.
+            num_workers: processes that load.
+            collate_fn: makes a batch of samples.
+        """
+        joined = dist.is_available() and dist.is_initialized()
+        world_size = dist.get_world_size(self.process_group) if joined else 1
+        rank = dist.get_rank(self.process_group) if joined else 0
+        sampler: DistributedSampler[_SampleT] = DistributedSampler(
+            dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            worker_init_fn=_SeedWorker(seed, rank, num_workers) if num_workers else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _SeedWorker:
+    """Seeds each worker of each rank differently: one seed for all would give all the same augmentations."""
+
+    seed: int
+    rank: int
+    num_workers: int
+
+    def __call__(self, worker: int) -> None:
+        own = self.seed + self.rank * self.num_workers + worker
+        random.seed(own)
+        torch.manual_seed(own)

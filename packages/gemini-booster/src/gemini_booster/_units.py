@@ -1,0 +1,44 @@
+"""Settings that people write in words: precisions and amounts of memory."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import torch
+
+Precision = Literal["fp16", "bf16", "fp32"]
+
+PRECISIONS: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1)}
+_UNITS |= {f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", start=1)}
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of working parameters.
+
+    Raises:
+        ValueError: the precision is unknown.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {sorted(PRECISIONS)}, got {precision!r}.")
+    return PRECISIONS[precision]
+
+
+def to_bytes(amount: int | str | None, what: str) -> int | None:
+    """Return a number of bytes from a number or from text such as ``"2GiB"`` or ``"500 MB"``; None stays None.
+
+    Raises:
+        ValueError: the amount is not understood or negative.
+    """
+    if amount is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(amount))
+    if isinstance(amount, bool) or match is None or match[2] not in _UNITS:
+        raise ValueError(
+            f"{what} must be a number of bytes, or text such as '2GiB' or '500MB' with one of the units "
+            f"{[unit for unit in _UNITS if unit]}; got {amount!r}."
+        )
+    return int(float(match[1]) * _UNITS[match[2]])

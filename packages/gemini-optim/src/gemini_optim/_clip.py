@@ -1,0 +1,81 @@
+"""The total gradient norm over ranks, and the coefficient that clips it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gemini_optim import _collectives
+
+__all__ = ["SUPPORTED_NORMS", "clip_coefficient", "total_norm"]
+
+SUPPORTED_NORMS: Final = (2.0, math.inf)
+
+# [Note: Squares in fp64]
+# The product of two fp32 numbers is exact in fp64, where it can neither overflow nor vanish, and the error of the sum
+# is far below the last bit of an fp32 norm. So the clip coefficient, which is fp32, does not depend on the sizes of
+# chunks and blocks or on the number of ranks. A block of this many elements stays in cache while it is converted.
+_BLOCK_NUMEL: Final = 2**16
+
+
+def total_norm(
+    gradients: Iterable[Tensor], norm_type: float, process_group: torch.distributed.ProcessGroup | None
+) -> float:
+    """Return the norm of all gradients of all ranks, with one collective and one wait per device.
+
+    Args:
+        gradients: flat tensors of this rank, of any floating dtype and device.
+        norm_type: one of ``SUPPORTED_NORMS``.
+        process_group: the ranks that hold the other gradients.
+
+    Returns:
+        The norm, the same bits on every rank; NaN or infinite if and only if a gradient of any rank is not finite.
+    """
+    parts: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        parts.setdefault(gradient.device, []).append(_part(gradient, norm_type))
+    rows = [torch.stack(tensors).to("cpu", torch.float64) for tensors in parts.values()]
+    local = torch.cat(rows) if rows else torch.zeros(1, dtype=torch.float64)
+    value = float(local.sum() if norm_type == 2.0 else local.max())
+    # A maximum over ranks may lose a NaN, so whether the value is finite travels beside it.
+    finite = math.isfinite(value)
+    value, broken = _collectives.all_reduce_numbers(
+        [value if finite else 0.0, float(not finite)],
+        "sum" if norm_type == 2.0 else "max",
+        process_group,
+    )
+    if broken:
+        return math.inf
+    return math.sqrt(value) if norm_type == 2.0 else value
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Return what ``torch.nn.utils.clip_grad_norm_`` multiplies gradients by, in its fp32 arithmetic.
+
+    Args:
+        norm: total norm of the unscaled gradients.
+        max_norm: the largest norm allowed.
+    """
+    total = torch.tensor(norm, dtype=torch.float32)
+    return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+
+
+def _part(gradient: Tensor, norm_type: float) -> Tensor:
+    """Return the sum of squares, or the largest magnitude, of one gradient: 0-dim, on its device."""
+    if norm_type == math.inf:
+        return gradient.abs().max()
+    if gradient.device.type != "cpu":
+        # MPS is the one device without fp64.
+        dtype = torch.float32 if gradient.device.type == "mps" else torch.float64
+        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
+        return norm.square()
+    total = torch.zeros((), dtype=torch.float64)
+    scratch = torch.empty(min(gradient.numel(), _BLOCK_NUMEL), dtype=torch.float64)  # [Note: Squares in fp64]
+    for block in gradient.split(_BLOCK_NUMEL):
+        squares = scratch[: block.numel()].copy_(block)
+        total += torch.dot(squares, squares)
+    return total

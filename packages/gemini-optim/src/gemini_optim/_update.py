@@ -1,0 +1,117 @@
+"""One pass over the master weights: cast the gradient of a block, update the block, go on to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini_optim._adam import CPUAdam, FusedAdam, HybridAdam
+from gemini_optim._pieces import Piece, StateMemory
+
+__all__ = ["BlockUpdate", "batches"]
+
+_KNOWN_ADAMS = (HybridAdam, CPUAdam, FusedAdam, torch.optim.Adam, torch.optim.AdamW)
+
+
+def batches(pieces: Iterable[Piece], block_numel: int) -> Iterator[list[Piece]]:
+    """Join consecutive pieces while they fit into one block together: small chunks share one call of the optimizer."""
+    batch: list[Piece] = []
+    numel = 0
+    for piece in pieces:
+        if batch and numel + piece.numel > block_numel:
+            yield batch
+            batch, numel = [], 0
+        batch.append(piece)
+        numel += piece.numel
+    if batch:
+        yield batch
+
+
+class BlockUpdate:
+    """Run the arithmetic of the user's optimizer on pieces.
+
+    [Note: One step, many calls]
+    The optimizer's step is called once per block, without the hooks that torch wraps around it: the user's hooks and
+    torch's global ones see one step per step, from ``ZeroOptimizer.step``.
+
+    Args:
+        optim: the user's optimizer. Outside of ``run`` it shows the user's parameters and no state.
+        memory: where states go.
+        block_numel: elements of one block.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, memory: StateMemory, block_numel: int) -> None:
+        self._optim = optim
+        self._memory = memory
+        self._block_numel = block_numel
+        self._scratch: dict[torch.device, Tensor] = {}
+
+    def run(
+        self, batch: Sequence[Piece], masters: Sequence[Tensor], grads: Sequence[Tensor], multiplier: float
+    ) -> None:
+        """Update the pieces of one batch.
+
+        Args:
+            batch: together no more elements than a block.
+            masters: the fp32 master weights of each piece, shape ``(piece.numel,)``.
+            grads: the gradient of each piece, same shape; fp32 ones are overwritten.
+            multiplier: gradients are multiplied by it in fp32; 1.0 leaves their bits alone.
+        """
+        used: dict[torch.device, int] = {}
+        for piece, master, grad in zip(batch, masters, grads, strict=True):
+            if grad.dtype != torch.float32 or grad.device != master.device:
+                first = used.get(master.device, 0)
+                used[master.device] = first + piece.numel
+                # 16-bit elements cross between devices as 16 bits, and are cast where they arrive.
+                grad = self._block(master.device)[first:][: piece.numel].copy_(grad.to(master.device))
+            if multiplier != 1.0:
+                grad.mul_(multiplier)
+            piece.param.data = master
+            piece.param.grad = grad
+            if not piece.state:
+                self._allocate_ahead(piece)
+        self._call_optimizer(batch)
+        for piece in batch:
+            self._memory.adopt(piece)
+
+    def _block(self, device: torch.device) -> Tensor:
+        if device not in self._scratch:
+            self._scratch[device] = torch.empty(self._block_numel, dtype=torch.float32, device=device)
+        return self._scratch[device]
+
+    def _allocate_ahead(self, piece: Piece) -> None:
+        """Create the state of the Adams that we know, so that not even the first step holds it twice."""
+        if type(self._optim) not in _KNOWN_ADAMS:
+            return
+        group = self._optim.param_groups[piece.group_index]
+        on_device = group["fused"] or group["capturable"]
+        piece.state["step"] = torch.zeros((), dtype=torch.float32, device=piece.param.device if on_device else "cpu")
+        for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]:
+            self._memory.take(piece, name, torch.float32).zero_()
+
+    def _call_optimizer(self, batch: Sequence[Piece]) -> None:
+        groups: list[dict[str, Any]] = self._optim.param_groups
+        users_params = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = []
+            for piece in batch:
+                groups[piece.group_index]["params"].append(piece.param)
+                if piece.state:
+                    self._optim.state[piece.param] = piece.state
+            _unhooked_step(self._optim)(self._optim)
+        finally:
+            for piece in batch:
+                piece.state = self._optim.state.pop(piece.param, piece.state)
+                piece.param.grad = None
+            for group, params in zip(groups, users_params, strict=True):
+                group["params"] = params
+
+
+def _unhooked_step(optim: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
+    """Return the optimizer's own step. [Note: One step, many calls]."""
+    step: Callable[[torch.optim.Optimizer], object] = type(optim).step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

@@ -1,0 +1,103 @@
+"""What ``ZeroOptimizer`` asks of the thing that holds the model.
+
+``gemini_optim.testing.PlainModel`` is a small complete implementation, and ``check_sharded_model`` beside it says
+whether another one keeps these promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["OptimShard", "ParamSlice", "ShardedModel"]
+
+
+class ParamSlice(Protocol):
+    """A run of one parameter's elements inside this rank's shard."""
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter that the user gave to the optimizer: the same object, with its full shape."""
+
+    @property
+    def start(self) -> int:
+        """First element of the run, counted from the start of the shard."""
+
+    @property
+    def numel(self) -> int:
+        """Elements in the run, at least one."""
+
+    @property
+    def param_offset(self) -> int:
+        """First element of the run, counted in the flattened parameter."""
+
+
+class OptimShard(Protocol):
+    """This rank's part of one chunk.
+
+    Call order in a training step: ``ShardedModel.backward`` once or more, then ``grad`` and ``master`` any number of
+    times, then exactly one of ``commit`` and ``discard``. ``new_state`` may be called at any time.
+    """
+
+    @property
+    def name(self) -> str:
+        """For messages; the same on every rank."""
+
+    @property
+    def slices(self) -> Sequence[ParamSlice]:
+        """Ordered by ``start`` and disjoint; fixed for life. Empty on a rank whose shard is all padding.
+
+        The slices of all ranks and shards together hold every element of a managed parameter exactly once.
+        """
+
+    def grad(self) -> Tensor | None:
+        """Return the gradient of the shard, shape ``(shard_numel,)``, in the working dtype.
+
+        It is averaged over ranks and still multiplied by the loss scale. ``step`` may overwrite it in place. None on
+        every rank when nothing in this chunk got a gradient since the last ``commit`` or ``discard``.
+        """
+
+    def master(self) -> Tensor:
+        """Return the master weights, shape ``(shard_numel,)``: fp32, contiguous, writable.
+
+        They rest on the device where ``new_state`` puts the optimizer states, which may differ from that of ``grad``.
+        For an fp32 model they are the working shard itself.
+        """
+
+    def new_state(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
+        """Return zeroed memory for optimizer state, shape ``(numel,)``, contiguous, on the device of ``master``.
+
+        Its bytes are accounted in the tier where the states of this chunk rest (accelerator, RAM, memory-mapped
+        file). It stays valid for the life of the model. ``label`` says what it holds, such as ``"exp_avg"``.
+
+        Raises:
+            RuntimeError: the tier is full.
+        """
+
+    def commit(self) -> None:
+        """Cast the changed master weights into the working parameters, and drop the gradient if there is one."""
+
+    def discard(self) -> None:
+        """Drop the gradient; master weights and working parameters stay as they were."""
+
+
+class ShardedModel(Protocol):
+    """A model whose parameters, gradients and master weights are spread over the ranks of a process group."""
+
+    @property
+    def shards(self) -> Sequence[OptimShard]:
+        """This rank's shards: fixed for life, one per chunk with trainable parameters, in one order on every rank."""
+
+    @property
+    def process_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks that hold the shards; None for a single rank without ``torch.distributed``."""
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients need a loss scale: True for fp16."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward from ``loss``, a scalar, and finish all reductions before returning."""

@@ -1,0 +1,209 @@
+"""Where chunks rest: the value that a policy returns, and the bytes that it takes per tier."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Generic
+
+from gemini_placement.interfaces import ChunkFacts, ChunkT, TierName
+
+TIERS: Final[tuple[TierName, ...]] = ("device", "host", "disk")
+
+
+class PlacementError(RuntimeError):
+    """Model states do not fit into the tiers.
+
+    Attributes:
+        needed: bytes per tier that the placement asked for takes, or at least takes.
+        available: capacity per tier in bytes, None without a limit; a tier that is missing does not exist.
+    """
+
+    def __init__(
+        self, reason: str, *, needed: Mapping[TierName, int], available: Mapping[TierName, int | None]
+    ) -> None:
+        table = "; ".join(
+            f"{tier} needs {needed.get(tier, 0):,} bytes and has {_capacity_text(available, tier)}"
+            for tier in TIERS
+            if tier in available or needed.get(tier)
+        )
+        super().__init__(f"The model states do not fit: {table}. {reason}")
+        self.needed: Mapping[TierName, int] = dict(needed)
+        self.available: Mapping[TierName, int | None] = dict(available)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlacement:
+    """Where the parts of one chunk rest between uses.
+
+    Attributes:
+        keep_gathered: the full buffer is never released; it then also holds the shard.
+        param_tier: where the shard of the working parameters rests; "device" if ``keep_gathered``.
+        optim_tier: where master weights and optimizer states rest; without meaning for a frozen chunk.
+    """
+
+    keep_gathered: bool
+    param_tier: TierName
+    optim_tier: TierName
+
+
+class Placement(Generic[ChunkT]):
+    """The resting places of all chunks; an immutable value."""
+
+    def __init__(
+        self, chunks: Sequence[ChunkT], placements: Sequence[ChunkPlacement], *, max_prefetch: int = 0
+    ) -> None:
+        """Pair chunks with their placements.
+
+        Args:
+            chunks: distinct chunks with distinct names.
+            placements: as many.
+            max_prefetch: chunks gathered ahead of their use, for counting the working set.
+
+        Raises:
+            ValueError: the lengths differ, a chunk or a name comes twice, or a kept chunk rests off the device.
+        """
+        if len(chunks) != len(placements):
+            raise ValueError(f"{len(chunks)} chunks came with {len(placements)} placements; each needs one.")
+        check_distinct(chunks)
+        for chunk, place in zip(chunks, placements, strict=True):
+            if place.keep_gathered and place.param_tier != "device":
+                raise ValueError(f"{chunk.name} cannot stay gathered and rest on {place.param_tier}.")
+        self._places = MappingProxyType(dict(zip(chunks, placements, strict=True)))
+        self._needed = needed_bytes(chunks, placements, max_prefetch=max_prefetch)
+
+    @property
+    def chunks(self) -> tuple[ChunkT, ...]:
+        """The placed chunks in the order in which they were given."""
+        return tuple(self._places)
+
+    @property
+    def needed_bytes(self) -> Mapping[TierName, int]:
+        """Bytes of model states per tier on one rank; on the device with the working set."""
+        return MappingProxyType(self._needed)
+
+    @property
+    def digest(self) -> str:
+        """64 hexadecimal digits, equal for equal placements of chunks with equal names; for comparing ranks."""
+        content = [
+            [chunk.name, place.keep_gathered, place.param_tier, place.optim_tier]
+            for chunk, place in self._places.items()
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def of(self, chunk: ChunkT) -> ChunkPlacement:
+        """Return where ``chunk`` rests.
+
+        Raises:
+            KeyError: the chunk was not placed.
+        """
+        try:
+            return self._places[chunk]
+        except KeyError:
+            raise KeyError(f"{chunk.name} is not one of the {len(self._places)} chunks placed here.") from None
+
+    def describe(self) -> str:
+        """Return a table for people: bytes per tier, then one line per chunk."""
+        needed = ", ".join(f"{tier} {self._needed[tier]:,}" for tier in TIERS)
+        lines = [
+            f"{len(self._places)} chunks; bytes with the working set: {needed}",
+            f"digest {self.digest[:16]}",
+            "",
+            f"{'chunk':<16}  {'full bytes':>15}  {'gathered':<8}  {'shard':<6}  optimizer",
+        ]
+        for chunk, place in self._places.items():
+            kept = "always" if place.keep_gathered else "in use"
+            optim = place.optim_tier if chunk.optim_bytes else "-"
+            lines.append(f"{chunk.name:<16}  {chunk.full_bytes:>15,}  {kept:<8}  {place.param_tier:<6}  {optim}")
+        return "\n".join(lines)
+
+
+def needed_bytes(
+    chunks: Sequence[ChunkFacts], placements: Sequence[ChunkPlacement], *, max_prefetch: int
+) -> dict[TierName, int]:
+    """Count the bytes that a placement takes per tier, the device's working set included."""
+    needed: dict[TierName, int] = dict.fromkeys(TIERS, 0)
+    for chunk, place in zip(chunks, placements, strict=True):
+        # A kept full buffer holds the shard too: its bytes count once.
+        needed[place.param_tier] += chunk.full_bytes if place.keep_gathered else chunk.shard_bytes
+        needed[place.optim_tier] += chunk.optim_bytes
+    released = [chunk for chunk, place in zip(chunks, placements, strict=True) if not place.keep_gathered]
+    needed["device"] += gathered_bytes(released, max_prefetch) + gradient_bytes(chunks)
+    return needed
+
+
+def gathered_bytes(released: Sequence[ChunkFacts], max_prefetch: int) -> int:
+    """Return the most that full buffers of released chunks take when each access uses one chunk.
+
+    The chunk in use and those ahead of it are different ones, so the largest buffer counts once only.
+    """
+    largest = sorted((chunk.full_bytes for chunk in released), reverse=True)
+    return sum(largest[: 1 + max_prefetch])
+
+
+def gradient_bytes(chunks: Sequence[ChunkFacts]) -> int:
+    """Return the bytes of one gradient buffer, as large as the largest trainable chunk."""
+    return max((chunk.full_bytes for chunk in chunks if chunk.trainable), default=0)
+
+
+def lacking_tiers(needed: Mapping[TierName, int], capacities: Mapping[TierName, int | None]) -> list[TierName]:
+    """Return the tiers that are asked for more than they have."""
+    return [tier for tier in TIERS if not fits(needed[tier], capacities, tier)]
+
+
+def fits(needed: int, capacities: Mapping[TierName, int | None], tier: TierName) -> bool:
+    """Return whether a tier holds ``needed`` bytes; a tier that is missing holds none."""
+    capacity = capacities.get(tier, 0)
+    return capacity is None or needed <= capacity
+
+
+def check_arguments(chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int) -> None:
+    """Raise ValueError or TypeError for what no placement can be made of."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(f"world_size must be an int, got {world_size!r}.")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}.")
+    unknown = [tier for tier in capacities if tier not in TIERS]
+    if unknown:
+        raise ValueError(f"capacities names the tier {unknown[0]!r}; tiers are {', '.join(TIERS)}.")
+    if "device" not in capacities:
+        raise ValueError("capacities must name the device: its bytes for model states, or None without a limit.")
+    for tier, capacity in capacities.items():
+        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int)):
+            raise TypeError(f"The capacity of {tier} must be an int in bytes, or None; got {capacity!r}.")
+        if capacity is not None and capacity < 0:
+            raise ValueError(f"The capacity of {tier} must not be negative, got {capacity}.")
+    check_distinct(chunks)
+
+
+def check_distinct(chunks: Sequence[ChunkFacts]) -> None:
+    """Raise ValueError if a name comes twice: ranks compare chunks by name."""
+    seen: set[str] = set()
+    for chunk in chunks:
+        if chunk.name in seen:
+            raise ValueError(f"Two chunks are named {chunk.name!r}; names must be unique.")
+        seen.add(chunk.name)
+
+
+def check_prefetch(max_prefetch: int) -> None:
+    """Raise TypeError or ValueError unless ``max_prefetch`` is a number of chunks."""
+    if isinstance(max_prefetch, bool) or not isinstance(max_prefetch, int):
+        raise TypeError(f"max_prefetch must be an int, a number of chunks; got {max_prefetch!r}.")
+    if max_prefetch < 0:
+        raise ValueError(f"max_prefetch must not be negative, got {max_prefetch}.")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a number in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number in [0, 1], got {value!r}.")
+
+
+def _capacity_text(capacities: Mapping[TierName, int | None], tier: TierName) -> str:
+    if tier not in capacities:
+        return "none (the tier is not available)"
+    capacity = capacities[tier]
+    return "no limit" if capacity is None else f"{capacity:,}"

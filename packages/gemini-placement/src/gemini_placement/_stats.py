@@ -1,0 +1,106 @@
+"""What one recorded step used: parameters by access, and the memory beside the model states."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from gemini_placement.interfaces import Phase
+
+_FORMAT: Final = 1
+_PHASES: Final[tuple[Phase, ...]] = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessStats:
+    """One access of the recorded step.
+
+    Attributes:
+        phase: "forward" or "backward".
+        params: names of the parameters in use.
+        non_model_bytes: the most device memory that all but the model states took until the next access.
+    """
+
+    phase: Phase
+    params: tuple[str, ...]
+    non_model_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemStats:
+    """The record of a step, by names, so that it serves another process and another chunk size.
+
+    Attributes:
+        accesses: first to last.
+    """
+
+    accesses: tuple[AccessStats, ...]
+
+    def __post_init__(self) -> None:
+        for index, access in enumerate(self.accesses):
+            if access.phase not in _PHASES:
+                raise ValueError(f"Access {index} has the phase {access.phase!r}; use one of {_PHASES}.")
+            if access.non_model_bytes < 0:
+                raise ValueError(f"Access {index} has non_model_bytes={access.non_model_bytes}; use 0 or more.")
+
+    @property
+    def param_order(self) -> tuple[str, ...]:
+        """The parameters in the order of their first use."""
+        return tuple(dict.fromkeys(name for access in self.accesses for name in access.params))
+
+    @property
+    def non_model_bytes(self) -> tuple[int, ...]:
+        """Bytes beside the model states, one number for each access."""
+        return tuple(access.non_model_bytes for access in self.accesses)
+
+    @property
+    def max_non_model_bytes(self) -> int:
+        """The most of them; 0 without accesses."""
+        return max(self.non_model_bytes, default=0)
+
+    def accesses_of(self, param: str) -> tuple[int, ...]:
+        """Return the indices of the accesses that use a parameter; none if it was never used."""
+        return tuple(index for index, access in enumerate(self.accesses) if param in access.params)
+
+    def to_json(self) -> str:
+        """Return the record as JSON text; `from_json` reads it."""
+        return json.dumps({"format": _FORMAT, "accesses": [asdict(access) for access in self.accesses]})
+
+    @classmethod
+    def from_json(cls, text: str) -> MemStats:
+        """Read a record.
+
+        Raises:
+            ValueError: the text is not JSON, or not a record of this format.
+        """
+        parsed = json.loads(text)
+        if not isinstance(parsed, dict) or parsed.get("format") != _FORMAT:
+            raise ValueError(f"This is not a record of format {_FORMAT}; record a step again with this version.")
+        try:
+            accesses = tuple(
+                AccessStats(
+                    phase=entry["phase"],
+                    params=tuple(str(name) for name in entry["params"]),
+                    non_model_bytes=int(entry["non_model_bytes"]),
+                )
+                for entry in parsed["accesses"]
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"The record is damaged: {error!r}. Record a step again.") from error
+        return cls(accesses=accesses)
+
+    def save(self, path: str | Path) -> None:
+        """Write the record to a file as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> MemStats:
+        """Read a record from a file.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it holds no record of this format.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
