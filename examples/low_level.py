@@ -12,7 +12,6 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import GPT2LMHeadModel
 
@@ -27,6 +26,7 @@ from _text import (
     validation_loss,
 )
 from gemini_booster import launch_from_torch
+from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
 from gemini_lazy import LazyInitContext
 
 LENGTH = 128
@@ -56,7 +56,12 @@ def main() -> None:
 
     validation_windows = Windows(validation_text, LENGTH, stride=LENGTH)
     validate = functools.partial(
-        validation_loss, windows=validation_windows, batch_size=BATCH_SIZE, device=device, rank=rank, world_size=world_size
+        validation_loss,
+        windows=validation_windows,
+        batch_size=BATCH_SIZE,
+        device=device,
+        rank=rank,
+        world_size=world_size,
     )
     before = validate(model)
     for step, batch in enumerate(itertools.islice(endless(dataloader), args.steps)):

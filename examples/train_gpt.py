@@ -13,6 +13,7 @@ import argparse
 import functools
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +91,10 @@ def parse_arguments() -> tuple[argparse.Namespace, GeminiPlugin]:
     if args.placement_policy == "auto" and given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
         parser.error(f"{options}: fractions are for --placement-policy static; auto finds its own by the capacities.")
+    if given.get("offload_param_frac", 0) > 0 and (
+        given.get("shard_param_frac", 1) != 1 or given.get("offload_optim_frac") != 1
+    ):
+        parser.error("--offload-param-frac acts only with --shard-param-frac 1 and --offload-optim-frac 1.")
     size = SIZES[args.model]
     args.lr = size.lr if args.lr is None else args.lr
     plugin = GeminiPlugin(
@@ -107,7 +112,7 @@ def parse_arguments() -> tuple[argparse.Namespace, GeminiPlugin]:
     return args, plugin
 
 
-def tiers_in_use(usage: dict[str, dict[str, int | None]]) -> str:
+def tiers_in_use(usage: Mapping[str, Mapping[str, int | None]]) -> str:
     """Return the bytes of model states on this rank, by tier."""
     return ", ".join(f"{tier} {(numbers['used'] or 0) / 2**20:,.1f} MiB" for tier, numbers in usage.items())
 
@@ -139,22 +144,20 @@ def main() -> None:
     size = SIZES[args.model]
     config = gpt2_config(width=size.width, layers=size.layers, heads=size.heads, length=args.seq_len)
     with LazyInitContext():  # no memory is taken until boost() gives each rank its shards
-        model = GPT2LMHeadModel(config)
+        plain = GPT2LMHeadModel(config)
     if args.checkpoint_activations:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = HybridAdam(model.parameters(), lr=args.lr, weight_decay=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(learning_rate_factor, steps=args.steps))
+        plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    numel = sum(parameter.numel() for parameter in plain.parameters())
+    adam = HybridAdam(plain.parameters(), lr=args.lr, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(adam, functools.partial(learning_rate_factor, steps=args.steps))
     booster = Booster(plugin=plugin)
     try:
         model, optimizer, criterion, dataloader, scheduler = booster.boost(
-            model, optimizer, criterion=next_byte_loss, dataloader=dataloader, lr_scheduler=scheduler
+            plain, adam, criterion=next_byte_loss, dataloader=dataloader, lr_scheduler=scheduler
         )
     except (ValueError, PlacementError) as error:  # settings that do not fit together, or do not fit the capacities
         raise SystemExit(f"train_gpt.py: {error}") from None
-    validate = functools.partial(
-        validation_loss, windows=validation_windows, batch_size=args.batch_size, device=device
-    )
+    validate = functools.partial(validation_loss, windows=validation_windows, batch_size=args.batch_size, device=device)
     before = validate(model, rank=rank, world_size=world_size)
     console.print(
         f"GPT-2 {args.model}: {numel:,} parameters, {world_size} ranks on {device}, {args.precision}, "

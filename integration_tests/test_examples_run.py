@@ -72,6 +72,23 @@ def test_train_gpt_runs_as_plain_python_on_a_text_of_the_user(tmp_path: Path) ->
     assert "generated text:" in output
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--shard-param-frac", "1.5"), "shard_param_frac must be a number in [0, 1], got 1.5."),
+        (("--device-capacity", "10KiB"), "The model states do not fit: device needs"),
+    ],
+)
+def test_every_rank_of_train_gpt_says_which_setting_is_wrong(
+    options: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    done = start("train_gpt.py", *options, ranks=2, folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count(f"train_gpt.py: {sentence}") == 2
+    assert not (tmp_path / "out").exists()
+
+
 def test_train_gpt_says_when_the_text_is_too_short(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 7)
     done = start("train_gpt.py", "--seq-len", "64", "--text", "text.txt", folder=tmp_path)
@@ -85,8 +102,7 @@ def test_train_gpt_says_when_the_text_is_too_short(tmp_path: Path) -> None:
     [
         (("--precision", "fp8"), "invalid choice: 'fp8'"),
         (("--placement-policy", "auto", "--shard-param-frac", "0.5"), "--shard-param-frac: fractions are for"),
-        (("--shard-param-frac", "1.5"), "shard_param_frac"),
-        (("--device-capacity", "much"), "much"),
+        (("--offload-param-frac", "1"), "acts only with --shard-param-frac 1 and --offload-optim-frac 1"),
         (("--text", "absent.txt"), "absent.txt is not a file"),
         (("--steps", "0"), "at least 1"),
     ],
