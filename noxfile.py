@@ -83,7 +83,7 @@ def environment(
     place, layers = WORK / name, list(layers)
     for layer in layers:
         if ours := sorted(path.name for path in site_packages(layer).glob("*gemini[-_]*")):
-            session.error(f"{layer} holds {ours}: see [Note: Layers hide nothing]; remove that folder.")
+            session.error(f"{layer} holds {ours}: see [Note: Layers hide nothing]; remove that folder")
     stamp = place / "made-from.txt"
     wanted = "\n".join([sys.version, *install, *map(str, layers), content])
     if not stamp.exists() or stamp.read_text() != wanted:
@@ -247,5 +247,5 @@ def build(session: nox.Session) -> None:
             (sdist, "/tests"),
         ):
             if not any(name.endswith(needed) or f"{needed}/" in name for name in holds[archive]):
-                session.error(f"{archive.name} lacks {needed}.")
+                session.error(f"{archive.name} lacks {needed}")
         run(session, tools, "twine", "check", "--strict", str(wheel), str(sdist))

@@ -146,7 +146,7 @@ def main() -> None:
     with LazyInitContext():  # no memory is taken until boost() gives each rank its shards
         plain = GPT2LMHeadModel(config)
     if args.checkpoint_activations:
-        plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        plain.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     numel = sum(parameter.numel() for parameter in plain.parameters())
     adam = HybridAdam(plain.parameters(), lr=args.lr, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(adam, functools.partial(learning_rate_factor, steps=args.steps))

@@ -33,6 +33,7 @@ def succeed(script: str, *arguments: str, ranks: int = 0, folder: Path) -> str:
     """Run an example, and return what it printed."""
     done = start(script, *arguments, ranks=ranks, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr, done.stderr
     return done.stdout
 
 

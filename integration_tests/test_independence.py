@@ -18,7 +18,7 @@ ASSEMBLY = "gemini-booster"
 
 
 def imported_modules(source: Path) -> Iterator[tuple[str, bool]]:
-    """Yield each module that a file imports, and whether it may be absent (``TYPE_CHECKING``, ``try``, a function)."""
+    """Yield each module that a file imports, and whether importing the file needs it."""
     tree = ast.parse(source.read_text(), str(source))
     at_import = set()
     pending: list[ast.AST] = list(tree.body)
@@ -67,13 +67,9 @@ def faults(package: Path) -> list[str]:
                     found.append(f"{place}, a sibling.")
                 elif folder == "src" and top not in sys.stdlib_module_names and top != own:
                     distribution = top.replace("_", "-")
-                    if distribution not in (required if needed else optional | OPTIONAL):
+                    if distribution not in (required if needed else optional):
                         found.append(f"{place}, which {package.name} does not require.")
     return found
-
-
-# A module may look for these where they happen to be; it must work without them.
-OPTIONAL = {"transformers", "numpy", "rich"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from gemini_booster import Booster, GeminiPlugin
 from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
 from models import batch, joint_batch, largest, lm_loss, seeded_model

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lazy_checks import check_tensors, eager_and_lazy
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from gemini_lazy import LazyError, LazyInitContext, forget, is_lazy, materialize, materialize_value
 
@@ -175,6 +176,17 @@ def copies_and_identities() -> Sequence[Tensor]:
     return base, clone, copied, double, transposed, base.expand(2, 3, 4), torch.empty_like(transposed).fill_(2)
 
 
+def results_that_kernels_lay_out_in_their_own_way() -> Sequence[Tensor]:
+    left, values, right = torch.linalg.svd(torch.randn(5, 7))
+    product = left @ (values[:, None] * right[:5])
+    row = right[1].clone()
+    right[2].fill_(3)
+    spectrum = torch.fft.rfft2(torch.randn(6, 6))
+    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    convolved = nn.functional.conv2d(images, torch.randn(4, 3, 3, 3))
+    return product, row, right, right.contiguous(), spectrum, spectrum.abs() @ spectrum.abs().t(), convolved + 1
+
+
 def changes_of_the_object() -> Sequence[Tensor]:
     flat = torch.arange(6.0)
     matrix = torch.randn(3, 4)
@@ -217,11 +229,59 @@ def assorted_operations() -> Sequence[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "make", [writes_through_views, copies_and_identities, changes_of_the_object, assorted_operations]
+    "make",
+    [
+        writes_through_views,
+        copies_and_identities,
+        results_that_kernels_lay_out_in_their_own_way,
+        changes_of_the_object,
+        assorted_operations,
+    ],
 )
 def test_operations_give_what_they_give_without_the_context(make: object) -> None:
     assert callable(make)
     assert all(check_tensors(make))
+
+
+@torch.library.custom_op("gemini_lazy_tests::twice", mutates_args=())
+def twice(tensor: Tensor) -> Tensor:
+    return (tensor.t() * 2).contiguous().t()
+
+
+@torch.library.custom_op("gemini_lazy_tests::longer", mutates_args=())
+def longer(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, tensor])
+
+
+twice.register_fake(torch.empty_like)
+longer.register_fake(torch.empty_like)
+
+
+def test_operation_whose_meta_version_has_other_strides_gives_the_right_values() -> None:
+    def make() -> Sequence[Tensor]:
+        doubled = twice(torch.arange(12.0).view(3, 4))
+        doubled[1].sub_(1)
+        return doubled.clone(), doubled[2].clone(), doubled
+
+    eager, lazy = eager_and_lazy(make)
+    for wanted, tensor in zip(eager, lazy, strict=True):
+        assert torch.equal(wanted, materialize_value(tensor))
+        assert torch.equal(wanted, materialize(tensor))
+
+
+def test_operation_whose_meta_version_has_another_shape_is_refused() -> None:
+    with LazyInitContext():
+        tensor = longer(torch.ones(3))
+    with pytest.raises(LazyError, match=r"shape \(6,\) where torch.float32 of shape \(3,\) was foretold"):
+        materialize(tensor)
+
+
+def test_tensor_subclasses_keep_their_own_dispatch() -> None:
+    pair = TwoTensor(torch.ones(2), torch.zeros(2))
+    with LazyInitContext():
+        moved = pair + 1
+    assert type(moved) is TwoTensor
+    assert (moved.a.tolist(), moved.b.tolist()) == ([2.0, 2.0], [1.0, 1.0])
 
 
 def random_draws() -> Sequence[Tensor]:
@@ -298,6 +358,9 @@ def test_reads_see_exact_values() -> None:
         assert numbers[numbers > 2].tolist() == [3, 4]
         assert numbers.nonzero().flatten().tolist() == [1, 2, 3, 4]
         assert "[0, 1, 2, 3, 4]" in repr(numbers)
+        assert numbers.to_sparse().values().tolist() == [1, 2, 3, 4]
+        assert torch.view_as_real(torch.polar(torch.ones(1), torch.ones(1)).conj().resolve_conj())[0, 1] < -0.8
+        assert torch.as_tensor(numbers) is numbers
         total = torch.zeros(())
         while total < 10:
             total += 3
@@ -323,6 +386,9 @@ def test_ordinary_tensors_are_written_to_at_once() -> None:
         assert not is_lazy(ordinary + 1)
         sized = torch.zeros(2)
         sized.resize_(3).fill_(1)
+        grown = torch.empty(0)
+        torch.add(torch.arange(3.0), 1, out=grown)
+    assert grown.tolist() == [1.0, 2.0, 3.0]
     assert ordinary.tolist() == [1.0, 0.0, 1.0]
     assert sized.tolist() == [1.0, 1.0, 1.0]
 
@@ -345,6 +411,8 @@ def test_errors_are_raised_where_eager_construction_raises_them() -> None:
             torch.zeros(3, 4).view(5)
         with pytest.raises(RuntimeError):
             torch.zeros(3).add_(torch.zeros(4))
+        with pytest.raises(RuntimeError, match="std"):
+            torch.zeros(3).normal_(0, -1)
         with pytest.raises(RuntimeError, match="leaf"):
             nn.Parameter(torch.zeros(3)).add_(1)
         with pytest.raises(IndexError):

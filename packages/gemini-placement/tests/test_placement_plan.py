@@ -48,14 +48,31 @@ def test_any_trace_is_served_within_the_prefetch_bound(trace, kept, max_prefetch
 
 @settings(max_examples=300, deadline=None)
 @given(TRACES, st.integers(0, 127))
-def test_without_prefetch_only_the_next_use_keeps_a_chunk(trace, kept) -> None:
+def test_without_prefetch_a_chunk_stays_for_its_next_use_alone(trace, kept) -> None:
     plan = StaticPlacementPolicy().schedule(trace, placed(kept))
     uses = [set(access.chunks) for access in trace.accesses]
     assert len(plan.steps) == len(uses)
     stays = {chunk for index, chunk in enumerate(CHUNKS) if kept >> index & 1}
-    for use, following, step in zip(uses, [*uses[1:], set()], plan.steps, strict=False):
+    for index, (use, step) in enumerate(zip(uses, plan.steps, strict=True)):
         assert step.prefetch == ()
-        assert set(step.release) == use - following - stays
+        following = uses[index + 1] if index + 1 < len(uses) else set()
+        phase = trace.accesses[index].phase
+        held = use - following - stays - set(step.release)
+        for chunk in held:  # only over a gap within one phase
+            back = next(i for i in range(index + 1, len(uses)) if chunk in uses[i])
+            assert trace.accesses[back].phase == phase
+
+
+def test_a_chunk_is_held_over_a_short_gap_within_a_phase() -> None:
+    norm, first, second, third = CHUNKS[:4]
+    order = [(norm,), (first,), (norm,), (second,), (third,), (norm,)]
+    trace = PaperTrace(tuple(PaperAccess("forward", use) for use in order))
+    plan = StaticPlacementPolicy().schedule(trace, placed(kept=0))
+    assert plan.gathers == 4
+    assert [step.release for step in plan.steps] == [(), (first,), (), (second,), (third,), (norm,)]
+    two = PaperTrace(tuple(PaperAccess("forward", use) for use in [(norm,), (first,), (second,), (norm,), (first,)]))
+    crossing = StaticPlacementPolicy().schedule(two, placed(kept=0))
+    assert crossing.gathers == 4, "only one chunk is held at a time"
 
 
 @settings(max_examples=300, deadline=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Literal, TypeVar
 
@@ -36,16 +35,18 @@ _ChunkT = TypeVar("_ChunkT", bound=ChunkFacts)
 _DEFAULT_HIDDEN_DIM = 1024
 
 
-@dataclass(frozen=True, slots=True)
 class _Planner(Generic[_ChunkT]):
-    """A policy that has placed the chunks, as the planner of a `ZeroDDP`."""
+    """A policy that has placed the chunks, as the planner of a `ZeroDDP`; it remembers its plans."""
 
-    policy: StaticPlacementPolicy | AutoPlacementPolicy
-    placement: Placement[_ChunkT]
+    def __init__(self, policy: StaticPlacementPolicy | AutoPlacementPolicy, placement: Placement[_ChunkT]) -> None:
+        self._policy = policy
+        self._placement = placement
+        self.plans: list[Plan[_ChunkT]] = []
 
     def schedule(self, trace: Trace[_ChunkT]) -> Plan[_ChunkT]:
         """Plan one recorded step."""
-        return self.policy.schedule(trace, self.placement)
+        self.plans.append(self._policy.schedule(trace, self._placement))
+        return self.plans[-1]
 
 
 class GeminiDDP(ZeroDDP[Chunk]):
@@ -133,7 +134,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             )
         else:
             raise ValueError(f"placement_policy must be 'static' or 'auto', got {placement_policy!r}.")
-        device = device_tier(capacity=to_bytes(device_capacity, "device_capacity"))
+        device = device_tier(capacity=_device_capacity(policy, device_capacity, memstats))
         host = host_tier(to_bytes(host_capacity, "host_capacity"), pin_memory=pin_memory)
         disk = None if offload_directory is None else disk_tier(offload_directory)
         check_world_size(process_group)
@@ -169,20 +170,32 @@ class GeminiDDP(ZeroDDP[Chunk]):
             for info in chunk.tensors:
                 forget(info.tensor)
         _settle_buffers(module, device.device)
+        planner = _Planner(policy, placement)
         super().__init__(
             module,
             manager,
-            _Planner(policy, placement),
+            planner,
             input_dtype=None if precision == "fp32" else dtype,
             scales_loss=precision == "fp16",
             force_outputs_fp32=force_outputs_fp32,
         )
         self.precision = precision
         self.chunk_manager = manager
+        self.plans = planner.plans
         self.placement = placement
         self.shards: Sequence[ChunkShard] = [ChunkShard(c, states[c]) for c in manager.chunks if c.trainable]
         if verbose and manager.collectives.rank == 0:
             logger.info("%s\n%s", manager.describe(), placement.describe())
+
+
+def _device_capacity(
+    policy: StaticPlacementPolicy | AutoPlacementPolicy, asked: int | str | None, memstats: MemStats | None
+) -> int | None:
+    """Return the bytes that model states may take on the device: as asked, or what auto measures and leaves to them."""
+    if asked is None and isinstance(policy, AutoPlacementPolicy) and torch.accelerator.is_available():
+        _, total = torch.accelerator.get_memory_info()
+        return policy.model_bytes(total, memstats)
+    return to_bytes(asked, "device_capacity")
 
 
 def _groups(

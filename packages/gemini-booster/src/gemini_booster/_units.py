@@ -11,9 +11,9 @@ Precision = Literal["fp16", "bf16", "fp32"]
 
 PRECISIONS: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1)}
-_UNITS |= {f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", start=1)}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", start=1)}
+_UNITS |= {f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", start=1)}
 
 
 def compute_dtype(precision: str) -> torch.dtype:
@@ -36,9 +36,9 @@ def to_bytes(amount: int | str | None, what: str) -> int | None:
     if amount is None:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(amount))
-    if isinstance(amount, bool) or match is None or match[2] not in _UNITS:
+    if isinstance(amount, bool) or match is None or match[2].lower() not in _UNITS:
         raise ValueError(
-            f"{what} must be a number of bytes, or text such as '2GiB' or '500MB' with one of the units "
-            f"{[unit for unit in _UNITS if unit]}; got {amount!r}."
+            f"{what} must be a number of bytes, or text such as '2GiB' or '500MB', with a unit of B, KB, MB, GB, TB, "
+            f"KiB, MiB, GiB or TiB; got {amount!r}."
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * _UNITS[match[2].lower()])

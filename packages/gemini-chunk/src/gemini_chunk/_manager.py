@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemini_chunk._chunk import Chunk
 from gemini_chunk._collectives import Collectives, make_collectives
-from gemini_chunk._errors import ChunkError
+from gemini_chunk._errors import ChunkError, TierFullError
 from gemini_chunk._states import TensorInfo, TensorState
 from gemini_chunk._tiers import Tier, TierName, device_tier, host_tier
 
@@ -48,7 +48,7 @@ class ChunkManager:
         self.collectives = make_collectives(process_group) if collectives is None else collectives
         self._chunks: list[Chunk] = []
         self._chunk_of: dict[Tensor, tuple[Chunk, TensorInfo]] = {}
-        self._buffers = _GradientBuffers(self.tiers["device"])
+        self._buffers = _GradientBuffers(self.tiers["device"], self._finish_reductions)
         self._in_flight: deque[Chunk] = deque()
         self._order: list[Chunk] | None = None
         self._completed: list[Chunk] = []
@@ -213,11 +213,24 @@ class ChunkManager:
 
     def gather(self, chunk: Chunk) -> None:
         """Make the chunk's tensors valid on the compute device."""
-        chunk.gather()
+        self._with_room(chunk.gather)
 
     def start_gather(self, chunk: Chunk) -> None:
         """Start to gather; a later `gather` or `begin_use` waits."""
-        chunk.start_gather()
+        self._with_room(chunk.start_gather)
+
+    def _with_room(self, gather: Callable[[], None]) -> None:
+        """Gather; where the device is full, first wait for reductions and give their buffers back."""
+        try:
+            gather()
+        except TierFullError:
+            self._finish_reductions()
+            self._buffers.clear()
+            gather()
+
+    def _finish_reductions(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().wait_reduce()
 
     def release(self, chunk: Chunk) -> None:
         """Give the chunk's full buffer back, unless it keeps gathered or one of its tensors is in use."""
@@ -249,7 +262,7 @@ class ChunkManager:
         """Gather what these tensors need and keep it gathered until `end_use`; calls nest."""
         for tensor in tensors:
             chunk, info = self._entry(tensor)
-            chunk.gather()
+            self.gather(chunk)
             if info.users == 0:
                 chunk.users += 1
                 if info.state is not TensorState.READY_FOR_REDUCE:
@@ -334,8 +347,7 @@ class ChunkManager:
         for chunk in self.reduce_order[self._next_reduce :]:
             if self.world_size > 1 or chunk.has_local_gradient:
                 self._reduce(chunk)
-        while self._in_flight:
-            self._in_flight.popleft().wait_reduce()
+        self._finish_reductions()
         # Gradients that came after their chunk had been reduced (a parameter used again by re-entrant recompute).
         for chunk in self.reduce_order:
             if chunk.has_local_gradient:
@@ -403,17 +415,31 @@ class ChunkManager:
 
 
 class _GradientBuffers:
-    """Buffers of the compute device, lent to chunks and reused: fresh memory costs more than the copy into it."""
+    """Buffers of the compute device, lent to chunks and reused: fresh memory costs more than the copy into it.
 
-    def __init__(self, device: Tier) -> None:
+    Args:
+        device: the tier they are taken from.
+        finish_reductions: waits for all reductions under way, whose buffers then come back.
+    """
+
+    def __init__(self, device: Tier, finish_reductions: Callable[[], None]) -> None:
         self._device = device
+        self._finish_reductions = finish_reductions
         self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        idle = self._idle.get((numel, dtype))
+        holder = "gradient buffers"
+        idle = self._idle.setdefault((numel, dtype), [])
         if idle:
             return idle.pop()
-        return self._device.allocate(numel, dtype, "gradient buffers")
+        try:
+            return self._device.allocate(numel, dtype, holder)
+        except TierFullError:
+            self._finish_reductions()
+            if idle:
+                return idle.pop()
+            self.clear()
+            return self._device.allocate(numel, dtype, holder)
 
     def give_back(self, buffer: Tensor) -> None:
         self._idle.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)

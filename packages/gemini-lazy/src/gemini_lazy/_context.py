@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini_lazy._placeholders import is_lazy, materialize
-from gemini_lazy._record import Reader, Recorder
+from gemini_lazy._reads import Reader
+from gemini_lazy._record import Recorder
 
 
 class _Active(threading.local):

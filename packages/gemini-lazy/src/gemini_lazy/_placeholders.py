@@ -38,7 +38,7 @@ class Memory:
     def real(self) -> Tensor:
         """Return the real memory, made at the first call and kept."""
         if self.value is None:
-            self.value = replay(self.history)
+            self.value = self.history.in_layout(replay(self.history, transient=False))
         return self.value
 
 
@@ -93,9 +93,8 @@ def value_of(view: View) -> Tensor:
     memory, ref = view.memory, view.ref
     if memory.value is not None:
         return ref.of(memory.value).clone()
-    whole = replay(ref.history)
-    value = ref.of(whole)
-    return value if value.numel() == whole.numel() else value.clone()
+    whole = replay(ref.history, transient=True)
+    return whole if ref.is_all() else ref.of(ref.history.in_layout(whole)).clone()
 
 
 def materialize_in_place(tensor: Tensor, view: View) -> None:
@@ -139,6 +138,7 @@ def materialize_value(tensor: Tensor) -> Tensor:
 
     Returns:
         A new tensor of the same shape, dtype and device, without gradient history, that shares memory with no other.
+        Its memory goes back to the system as soon as it is let go, and its storage cannot be resized.
 
     Raises:
         LazyError: ``tensor`` is not lazy, or something that its construction read has changed since.

@@ -124,7 +124,7 @@ def read_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 def _stored(view: View) -> StoredTensor | None:
     writes = view.ref.history.writes
-    if view.memory.value is not None or not writes or not view.ref.covers_all() or not view.ref.meta.is_contiguous():
+    if view.memory.value is not None or not writes or not view.ref.covers_all():
         return None
     owner: object = getattr(writes[-1].function, "__self__", None)
     return owner if isinstance(owner, StoredTensor) else None

@@ -1,19 +1,16 @@
-"""The modes that are active under `LazyInitContext`: they put operations on the tape instead of running them."""
+"""The dispatch mode of `LazyInitContext`: it puts operations on the tape instead of running them."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini_lazy._placeholders import (
@@ -36,6 +33,7 @@ from gemini_lazy._tape import (
     map_arguments,
     map_leaves,
     record,
+    transient_like,
     undisturbed,
 )
 
@@ -57,6 +55,8 @@ _LAYOUT_ONLY = frozenset(
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
     )
 )
+# Operations whose results have other strides on meta tensors. What is computed from them may depend on the layout.
+_LAID_OUT_BY_KERNEL = frozenset({"aten::_linalg_svd", "aten::_fft_r2c", "aten::convolution"})
 # In-place operations on the tensor object, not on its memory, that need no help: the record follows the storage.
 _OBJECT_ONLY = frozenset({"aten::set_", "aten::detach_"})
 
@@ -263,23 +263,27 @@ class _Call:
         return map_leaves(lambda _: next(remaining), result)
 
     def _foretell(self) -> tuple[OpOverload | None, object]:
-        """Run the call on meta tensors.
+        """Find out the layout of the results, on meta tensors where these tell.
 
         Returns:
-            The operation to record and its result on meta tensors; or None and the real result, where that depends on
-            values or has no meta version.
+            The operation to record and results of the right layout; or None and the real result, where that depends on
+            values, has no meta version or is more than memory seen through strides.
         """
+        if self.traits.random and self.traits.written and not self.traits.out:
+            return self.func, self.written[0]  # the draw on scratch memory shows any error
+        if self.traits.name in _LAID_OUT_BY_KERNEL:
+            return self.func, self._run(self._value)
         try:
-            return self.func, self._run_on_meta(self.func)
+            foretold = self._run_on_meta(self.func)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
             pass
+        else:
+            return (self.func, foretold) if _is_plain(foretold) else (None, self._run(self._value))
         if self.func is aten.view.default:
             # The strides of a placeholder never forbid a view: torch's ``reshape`` asks for one where it should copy.
             return aten.reshape.default, self._run_on_meta(aten.reshape.default)
         if not self.traits.written:
             return None, self._run(self._value)
-        if self.traits.random:
-            return self.func, self.written
         # Whether the call is an error can be told from the values only.
         return self.func, self._run(self._value)
 
@@ -351,99 +355,19 @@ class _Call:
             if view is None:
                 return leaf
             if self.traits.layout_only or (self.traits.replaces and self._is_written(leaf)):
-                meta = view.ref.meta
-                return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=view.ref.history.device)
+                return transient_like(_meta_like(view.ref.meta), view.ref.history.device)
             return self._value(leaf)
 
         self._run(substitute)
         return before
 
 
+def _is_plain(result: object) -> bool:
+    return not any(
+        isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg())
+        for leaf in leaves(result)
+    )
+
+
 def _meta_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-class Reader(TorchFunctionMode):
-    """Answers what torch answers without dispatching an operation: strides, and reads of raw memory."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        named: dict[str, object] = dict(kwargs or {})
-        if func in _CONSTRUCTORS:  # they read numbers from nested lists without dispatching
-            with undisturbed():
-                args, named = map_arguments(_number, args, named)
-        answer = _ANSWERS.get(func)
-        if answer is not None and isinstance(args[0], Tensor):
-            with undisturbed():
-                view = view_of(args[0])
-            if view is not None:
-                return answer(args[0], view, *args[1:], **named)
-        return func(*args, **named)
-
-
-def _number(leaf: object) -> object:
-    if isinstance(leaf, Tensor) and leaf.numel() == 1 and (view := view_of(leaf)) is not None:
-        return value_of(view)
-    return leaf
-
-
-# Methods of tensors have no common signature.
-def _answer_layout(method: Callable[..., object]) -> Callable[..., object]:
-    def answer(_: Tensor, view: View, *args: Any, **kwargs: Any) -> object:
-        with undisturbed():
-            return method(view.ref.meta, *args, **kwargs)
-
-    return answer
-
-
-def _answer_by_value(method: Callable[..., object]) -> Callable[..., object]:
-    def answer(_: Tensor, view: View, *args: Any, **kwargs: Any) -> object:
-        with undisturbed():
-            return method(value_of(view), *args, **kwargs)
-
-    return answer
-
-
-def _answer_in_memory(method: Callable[..., object]) -> Callable[..., object]:
-    # The caller may write through what it gets: an array shares the tensor's memory.
-    def answer(tensor: Tensor, view: View, *args: Any, **kwargs: Any) -> object:
-        with undisturbed():
-            materialize_in_place(tensor, view)
-        return method(tensor, *args, **kwargs)
-
-    return answer
-
-
-def _contiguous(tensor: Tensor, view: View, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    if view.ref.meta.is_contiguous(memory_format=memory_format):
-        return tensor
-    return tensor.contiguous(memory_format=memory_format)
-
-
-def _deepcopy(tensor: Tensor, _: View, memo: dict[int, object]) -> object:
-    if id(tensor) not in memo:
-        # torch copies the storage, which holds a single element here.
-        copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        copied.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
-        memo[id(tensor)] = copied
-    return memo[id(tensor)]
-
-
-_CONSTRUCTORS: frozenset[Callable[..., object]] = frozenset({torch.tensor, torch.as_tensor, Tensor.new_tensor})
-_ANSWERS: dict[Callable[..., object], Callable[..., Any]] = {
-    Tensor.stride: _answer_layout(Tensor.stride),
-    Tensor.is_contiguous: _answer_layout(Tensor.is_contiguous),
-    Tensor.storage_offset: _answer_layout(Tensor.storage_offset),
-    Tensor.tolist: _answer_by_value(Tensor.tolist),
-    Tensor.__repr__: _answer_by_value(Tensor.__repr__),
-    Tensor.numpy: _answer_in_memory(Tensor.numpy),
-    Tensor.__array__: _answer_in_memory(Tensor.__array__),
-    Tensor.__dlpack__: _answer_in_memory(Tensor.__dlpack__),
-    Tensor.contiguous: _contiguous,
-    Tensor.__deepcopy__: _deepcopy,
-}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -24,6 +25,9 @@ from torch import Tensor
 
 # Beyond this many bytes an ordinary tensor that a deferred operation reads is held, not copied.
 _COPY_BYTES = 2**20
+
+# Transient memory of at least this many bytes is mapped on its own.
+_MAPPED_BYTES = 2**17
 
 _clock = itertools.count()
 
@@ -90,6 +94,20 @@ def _set_default_state(device: torch.device, state: Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
+def transient_like(meta: Tensor, device: torch.device) -> Tensor:
+    """Return uninitialised memory in the layout of ``meta`` that goes back to the system when it is freed.
+
+    What is kept from one large block after another (a shard, the state of a generator) would land in the hole that the
+    last block left in the heap. The next block would not fit there, and a model would take its full size after all.
+    """
+    nbytes = meta.untyped_storage().nbytes()
+    if device.type != "cpu" or nbytes < _MAPPED_BYTES:
+        return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=meta.dtype).set_(storage, 0, meta.shape, meta.stride())
+
+
 class History:
     """Deferred memory: its layout and what was written to it.
 
@@ -119,6 +137,16 @@ class History:
         meta = self.meta
         return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=self.device)
 
+    def new_transient_buffer(self) -> Tensor:
+        """Return the same, in memory that goes back to the system when it is freed."""
+        return transient_like(self.meta, self.device)
+
+    def in_layout(self, real: Tensor) -> Tensor:
+        """Return ``real`` in the layout of ``meta``: itself, or a copy if a kernel laid it out otherwise."""
+        if real.stride() == self.meta.stride() and real.storage_offset() == 0:
+            return real
+        return self.new_buffer().copy_(real)
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -128,10 +156,20 @@ class Ref:
     meta: Tensor
 
     def of(self, buffer: Tensor) -> Tensor:
-        """Return this view of ``buffer``, real memory in the layout of the history."""
+        """Return a new tensor: this view of ``buffer``, memory in the layout of the history."""
         meta = self.meta
         view = torch.empty(0, dtype=meta.dtype, device=buffer.device)
         return view.set_(buffer.untyped_storage(), meta.storage_offset(), meta.shape, meta.stride())
+
+    def is_all(self) -> bool:
+        """Tell whether this is the history's memory exactly as it was made."""
+        meta, whole = self.meta, self.history.meta
+        return (
+            meta.dtype == whole.dtype
+            and meta.shape == whole.shape
+            and meta.stride() == whole.stride()
+            and meta.storage_offset() == 0
+        )
 
     def covers_all(self) -> bool:
         """Tell whether a write through this view replaces every byte of the history."""
@@ -253,13 +291,17 @@ class Operation:
         """Return every history that has a part in the call."""
         return (*self.reads, *self.replaces)
 
-    def run(self, buffers: dict[History, Tensor]) -> None:
-        """Make the call on ``buffers``; new memory is added to them."""
+    def run(self, buffers: dict[History, Tensor], new_buffer: Callable[[History], Tensor]) -> None:
+        """Make the call on ``buffers``; what it writes to and what it makes is added to them."""
 
         def resolve(leaf: object) -> object:
             if isinstance(leaf, Ref):
                 if leaf.history not in buffers:
-                    buffers[leaf.history] = leaf.history.new_buffer()
+                    buffers[leaf.history] = new_buffer(leaf.history)
+                if leaf.is_all():
+                    # As the kernel laid it out: what the next one computes may depend on the layout it is given.
+                    return buffers[leaf.history]
+                buffers[leaf.history] = leaf.history.in_layout(buffers[leaf.history])
                 return leaf.of(buffers[leaf.history])
             if isinstance(leaf, (Captured, StandIn)):
                 return leaf.tensor()
@@ -280,7 +322,8 @@ class Operation:
             for history, real in zip(self.outputs, leaves(result), strict=True):
                 if history is not None:
                     assert isinstance(real, Tensor)
-                    buffers[history] = _fit(real, history)
+                    _check_foretold(real, history.meta)
+                    buffers[history] = real
 
 
 def record(operation: Operation, changed: Iterable[History]) -> None:
@@ -294,30 +337,31 @@ def record(operation: Operation, changed: Iterable[History]) -> None:
         history.writes.append(operation)
 
 
-def _fit(real: Tensor, history: History) -> Tensor:
-    # A kernel may lay its result out otherwise than its meta version foretold; views were recorded by the latter.
-    meta = history.meta
+def _check_foretold(real: Tensor, meta: Tensor) -> None:
     if real.shape != meta.shape or real.dtype != meta.dtype:
         raise LazyError(
             f"A deferred operation gave {real.dtype} of shape {tuple(real.shape)} where {meta.dtype} of shape "
             f"{tuple(meta.shape)} was foretold. Build this module outside LazyInitContext."
         )
-    if real.stride() == meta.stride() and real.storage_offset() == 0:
-        return real
-    return history.new_buffer().copy_(real)
 
 
-def replay(history: History) -> Tensor:
-    """Return new memory with what ``history`` holds now. See [Note: Replaying a slice]."""
+def replay(history: History, *, transient: bool) -> Tensor:
+    """Return new memory with what ``history`` holds now. See [Note: Replaying a slice].
+
+    Args:
+        history: whose contents.
+        transient: the caller will soon let it go.
+    """
+    new_buffer = History.new_transient_buffer if transient else History.new_buffer
     operations = _slice(history)
     last_use = {touched: operation for operation in operations for touched in operation.touches()}
     buffers: dict[History, Tensor] = {}
     for operation in operations:
-        operation.run(buffers)
+        operation.run(buffers, new_buffer)
         for touched in operation.touches():
             if touched is not history and last_use[touched] is operation:
                 buffers.pop(touched, None)
-    return buffers[history] if history in buffers else history.new_buffer()
+    return buffers[history] if history in buffers else new_buffer(history)
 
 
 def _slice(history: History) -> list[Operation]:

@@ -4,4 +4,4 @@ __all__ = ["ShardLayoutError"]
 
 
 class ShardLayoutError(RuntimeError):
-    """A ``ShardedModel`` broke its contract: its shards hold an element twice or not at all, or changed their shape."""
+    """A ``ShardedModel`` broke its contract: its shards hold an element twice or not at all."""

@@ -78,7 +78,7 @@ class AutoPlacementPolicy:
         placements = fitting.placements()
         if placements is None:
             raise self._refusal(chunks, capacities, world_size, fitting)
-        return Placement(chunks, placements, max_prefetch=self.max_prefetch)
+        return Placement(chunks, placements, max_prefetch=self.max_prefetch, device_capacity=capacities.get("device"))
 
     def schedule(self, trace: Trace[ChunkT], placement: Placement[ChunkT]) -> Plan[ChunkT]:
         """Plan one step over a trace of placed chunks; `PlanStep` says what its parts mean.

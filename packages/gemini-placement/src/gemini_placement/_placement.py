@@ -54,7 +54,12 @@ class Placement(Generic[ChunkT]):
     """The resting places of all chunks; an immutable value."""
 
     def __init__(
-        self, chunks: Sequence[ChunkT], placements: Sequence[ChunkPlacement], *, max_prefetch: int = 0
+        self,
+        chunks: Sequence[ChunkT],
+        placements: Sequence[ChunkPlacement],
+        *,
+        max_prefetch: int = 0,
+        device_capacity: int | None = None,
     ) -> None:
         """Pair chunks with their placements.
 
@@ -62,6 +67,7 @@ class Placement(Generic[ChunkT]):
             chunks: distinct chunks with distinct names.
             placements: as many.
             max_prefetch: chunks gathered ahead of their use, for counting the working set.
+            device_capacity: bytes that the device may hold, None without a limit.
 
         Raises:
             ValueError: the lengths differ, a chunk or a name comes twice, or a kept chunk rests off the device.
@@ -74,6 +80,15 @@ class Placement(Generic[ChunkT]):
                 raise ValueError(f"{chunk.name} cannot stay gathered and rest on {place.param_tier}.")
         self._places = MappingProxyType(dict(zip(chunks, placements, strict=True)))
         self._needed = needed_bytes(chunks, placements, max_prefetch=max_prefetch)
+        released = [chunk.full_bytes for chunk in chunks if not self._places[chunk].keep_gathered]
+        largest = max(released, default=0)
+        spare = largest if device_capacity is None else max(device_capacity - self._needed["device"], 0)
+        self._hold_over_bytes = min(largest, spare)
+
+    @property
+    def hold_over_bytes(self) -> int:
+        """Bytes of released chunks that a plan may hold between uses: one largest chunk, where the device has room."""
+        return self._hold_over_bytes
 
     @property
     def chunks(self) -> tuple[ChunkT, ...]:

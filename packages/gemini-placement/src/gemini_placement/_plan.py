@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from gemini_placement._placement import Placement
-from gemini_placement.interfaces import ChunkT, Trace
+from gemini_placement.interfaces import ChunkT, Phase, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,20 @@ class Plan(Generic[ChunkT]):
 def plan_steps(trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefetch: int) -> Plan[ChunkT]:
     """Plan gathers and releases for a trace.
 
-    A step starts with no chunk gathered but valid kept ones, and ends so. Between accesses stays what the next
-    one uses, and what is ahead of its use: at most ``max_prefetch`` chunks, the soonest used first. A chunk that
-    would be started at the next access is kept rather than released.
+    A step starts with no chunk gathered but valid kept ones, and ends so. Between accesses stays what the next one
+    uses, what is held over a short gap (`_hold_over`), and what is ahead of its use: at most ``max_prefetch`` chunks,
+    the soonest used first. A chunk that would be started at the next access is kept rather than released.
 
     Raises:
         KeyError: the trace uses a chunk that was not placed.
     """
-    uses = [tuple(dict.fromkeys(access.chunks)) for access in trace.accesses]
-    kept = {chunk for use in uses for chunk in use if placement.of(chunk).keep_gathered}
+    asked = [tuple(dict.fromkeys(access.chunks)) for access in trace.accesses]
+    kept = {chunk for chunk in dict.fromkeys(c for use in asked for c in use) if placement.of(chunk).keep_gathered}
+    phases = [access.phase for access in trace.accesses]
+    uses = [
+        (*use, *held)
+        for use, held in zip(asked, _hold_over(asked, phases, kept, placement.hold_over_bytes), strict=True)
+    ]
     always_bytes = sum(c.full_bytes for c in placement.chunks if placement.of(c).keep_gathered)
 
     # later[chunk]: accesses that still need it, in reverse. A kept chunk needs gathering for its first use only.
@@ -126,8 +131,36 @@ def plan_steps(trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefet
         peak_bytes = max(peak_bytes, gathered_bytes)
     if uses:
         releases.append(tuple(chunk for chunk in uses[-1] if chunk not in kept))
-    steps = tuple(PlanStep(*parts) for parts in zip(uses, prefetches, releases, strict=True))
+    steps = tuple(PlanStep(*parts) for parts in zip(asked, prefetches, releases, strict=True))
     return Plan(steps=steps, gathers=gathers, peak_gathered_bytes=always_bytes + peak_bytes)
+
+
+def _hold_over(
+    uses: list[tuple[ChunkT, ...]], phases: list[Phase], kept: set[ChunkT], budget_bytes: int
+) -> list[list[ChunkT]]:
+    """Return, for each access, the chunks that stay gathered over it though it does not use them.
+
+    A layer's small parameters often lie in one chunk and are used before and after those of others; without this,
+    that chunk would be gathered again for each of them. Gaps within forward and within backward are bridged, the
+    shortest first, and no more than ``budget_bytes`` are held at a time.
+    """
+    gaps: list[tuple[int, int, str, ChunkT]] = []
+    last: dict[ChunkT, int] = {}
+    for index, use in enumerate(uses):
+        for chunk in use:
+            start = last.get(chunk, index)
+            if chunk not in kept and index - start > 1 and phases[start] == phases[index]:
+                gaps.append((index - last[chunk], last[chunk], chunk.name, chunk))
+            last[chunk] = index
+    held: list[list[ChunkT]] = [[] for _ in uses]
+    held_bytes = [0] * len(uses)
+    for length, start, _, chunk in sorted(gaps, key=lambda gap: gap[:3]):
+        between = range(start + 1, start + length)
+        if all(held_bytes[index] + chunk.full_bytes <= budget_bytes for index in between):
+            for index in between:
+                held[index].append(chunk)
+                held_bytes[index] += chunk.full_bytes
+    return held
 
 
 def _soonest_chunks(soonest: list[tuple[int, int, str, ChunkT]], count: int, excluded: set[ChunkT]) -> list[ChunkT]:

@@ -67,14 +67,17 @@ def there_and_back(chunks: Sequence[PaperChunk]) -> PaperTrace:
 def check_plan(plan: Plan[ChunkT], trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefetch: int) -> None:
     """Obey a plan on paper and assert that it is sound.
 
-    Every access finds its chunks gathered; nothing is gathered twice or released while ahead or needed next; at most
-    ``max_prefetch`` chunks are gathered ahead of their use; only kept chunks remain; the predicted numbers are right.
+    Every access finds its chunks gathered; nothing is gathered twice or released while ahead or needed next; beyond
+    what an access uses, at most ``max_prefetch`` chunks are gathered ahead of their use and one largest chunk's bytes
+    held over; only kept chunks remain; the predicted numbers are right.
     """
     assert len(plan.steps) == len(trace.accesses), "A plan has one step for each access."
     kept = {chunk for chunk in placement.chunks if placement.of(chunk).keep_gathered}
     gathered: set[ChunkT] = set()
     gathers = 0
     peak_bytes = sum(chunk.full_bytes for chunk in kept)
+    released = {chunk for access in trace.accesses for chunk in access.chunks if chunk not in kept}
+    largest = max((chunk.full_bytes for chunk in released), default=0)
     ahead: set[ChunkT] = set()
     for index, (step, access) in enumerate(zip(plan.steps, trace.accesses, strict=True)):
         use = set(access.chunks)
@@ -86,8 +89,10 @@ def check_plan(plan: Plan[ChunkT], trace: Trace[ChunkT], placement: Placement[Ch
         assert not gathered & set(step.prefetch), f"Step {index} prefetches what is there already."
         gathers += len(step.prefetch)
         gathered |= set(step.prefetch)
-        ahead |= (gathered - use - kept) | (set(step.prefetch) & kept)
+        ahead |= set(step.prefetch)
         assert len(ahead) <= max_prefetch, f"Step {index} holds {len(ahead)} chunks ahead of their use."
+        beyond_bytes = sum(chunk.full_bytes for chunk in gathered - use - kept)
+        assert beyond_bytes <= (max_prefetch + 1) * largest, f"Step {index} holds {beyond_bytes} bytes beyond its use."
         peak_bytes = max(peak_bytes, sum(chunk.full_bytes for chunk in gathered | kept))
         assert use >= set(step.release), f"Step {index} releases what it does not use."
         assert not kept & set(step.release), f"Step {index} releases a chunk that stays gathered."
