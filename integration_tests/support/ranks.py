@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Forked from a server that imported torch once, a rank starts in 0.1 s; spawned, in 6 s or more.
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed"])
+# Forked from a server that imported torch once, a rank starts in 0.1 s; spawned, in 6 s or more. Building any optimizer
+# imports torch._dynamo, which takes a second; what is not installed is passed over.
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "models"])
 
 
 def _rank(

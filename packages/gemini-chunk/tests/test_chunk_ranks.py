@@ -163,8 +163,8 @@ def test_parameters_come_back_when_asked_for_before_the_step(world_size: int) ->
 def check_sum_of_backwards(rank: int, world_size: int) -> None:
     params = params_of(seed=0)
     manager = ChunkManager(device=device_tier("cpu"))
-    (chunk,) = manager.register(named(params), 48)
-    chunk.accumulates = True
+    chunk = manager.add_chunk(named(params), numel=48, accumulates=True)
+    manager.close(chunk)
     total = torch.zeros(chunk.used_numel)
     for step in range(4):
         backward(manager, params, rank, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,8 +74,13 @@ print(peak, held, *growth(lambda: stream(made[0], rank=1, world_size=8)))
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 def test_process_never_holds_more_than_its_shards_and_one_parameter() -> None:
     # The process's own memory: torch's count does not see the holes that an allocator leaves between what is kept.
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", MEASURE],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     build_peak, build_held, stream_peak, _ = map(int, done.stdout.split())

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from gemini_booster import _checkpoint
 from gemini_booster._gemini_ddp import GeminiDDP
 from gemini_booster._optimizer import GeminiOptimizer
 from gemini_booster._plugin import GeminiPlugin
 
-Criterion = Callable[..., Tensor]
-Boosted = tuple[GeminiDDP, GeminiOptimizer | None, Criterion | None, DataLoader[object] | None, LRScheduler | None]
+# What boost hands back as it came keeps its type; None stays None.
+_CriterionT = TypeVar("_CriterionT", bound=Callable[..., Tensor] | None)
+_DataLoaderT = TypeVar("_DataLoaderT", bound=Iterable[object] | None)
+_SchedulerT = TypeVar("_SchedulerT", bound=LRScheduler | None)
 
 
 class Booster:
@@ -32,14 +33,34 @@ class Booster:
             raise TypeError(f"plugin must be a GeminiPlugin, got {type(plugin).__name__}.")
         self.plugin = GeminiPlugin() if plugin is None else plugin
 
+    @overload
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        criterion: _CriterionT = ...,
+        dataloader: _DataLoaderT = ...,
+        lr_scheduler: _SchedulerT = ...,
+    ) -> tuple[GeminiDDP, GeminiOptimizer, _CriterionT, _DataLoaderT, _SchedulerT]: ...
+
+    @overload
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: None = None,
+        criterion: _CriterionT = ...,
+        dataloader: _DataLoaderT = ...,
+        lr_scheduler: _SchedulerT = ...,
+    ) -> tuple[GeminiDDP, None, _CriterionT, _DataLoaderT, _SchedulerT]: ...
+
     def boost(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        criterion: Criterion | None = None,
-        dataloader: DataLoader[object] | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
+        criterion: object = None,
+        dataloader: object = None,
+        lr_scheduler: object = None,
+    ) -> tuple[GeminiDDP, GeminiOptimizer | None, object, object, object]:
         """Return model, optimizer, criterion, dataloader and learning-rate scheduler, ready for training.
 
         Args:

@@ -152,7 +152,9 @@ class GeminiDDP(ZeroDDP[Chunk]):
             for group_dtype, params in _groups(module, trainable, dtype, order).items():
                 sizes = {name: param.numel() for name, param in params.items()}
                 given = chunk_configuration if trainable else None
-                _add_chunks(manager, params, group_dtype, given or search(sizes), trainable)
+                _add_chunks(
+                    manager, params, group_dtype, given or search(sizes), trainable, enable_gradient_accumulation
+                )
         placement = policy.place(
             manager.chunks,
             capacities={name: tier.capacity for name, tier in manager.tiers.items()},
@@ -166,7 +168,6 @@ class GeminiDDP(ZeroDDP[Chunk]):
             states[chunk] = manager.tier(place.optim_tier)
             master: TierName | None = place.optim_tier if master_weights else None
             manager.close(chunk, rest=place.param_tier, master=master, keep_gathered=place.keep_gathered)
-            chunk.accumulates = enable_gradient_accumulation
             for info in chunk.tensors:
                 forget(info.tensor)
         _settle_buffers(module, device.device)
@@ -217,13 +218,16 @@ def _add_chunks(
     dtype: torch.dtype,
     configuration: ChunkConfiguration,
     trainable: bool,
+    accumulates: bool,
 ) -> None:
     for spec in configuration.chunks:
         named = [(slot.name, params[slot.name]) for slot in spec.tensors]
         sources: dict[str, Callable[[], Tensor]] = {
             name: partial(materialize_value, param) for name, param in named if is_lazy(param)
         }
-        manager.add_chunk(named, numel=spec.numel, dtype=dtype, trainable=trainable, sources=sources)
+        manager.add_chunk(
+            named, numel=spec.numel, dtype=dtype, trainable=trainable, accumulates=accumulates, sources=sources
+        )
 
 
 def _check_meta(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gemini_chunk._collectives import Collectives, Done, Handle, LocalCollectives
-from gemini_chunk._errors import ChunkError, ChunkFullError
+from gemini_chunk._errors import ChunkError, ChunkFullError, TierFullError
 from gemini_chunk._states import TensorInfo, TensorState
 from gemini_chunk._tiers import Tier, TierName
 
@@ -27,6 +27,9 @@ class BufferPool(Protocol):
 
     def give_back(self, buffer: Tensor) -> None:
         """Take the buffer back; nobody reads it any more."""
+
+    def make_room(self) -> None:
+        """Wait for reductions under way and free the buffers that nobody has borrowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Chunk:
         name: how messages and accounts call it; unique in a manager.
         trainable: whether its tensors get gradients.
         state_numel: fp32 elements of optimizer state to expect per parameter element, for planning (Adam: 2).
+        accumulates: sum the gradients of several backwards in fp32 memory of their own.
 
     Raises:
         ValueError: ``numel`` does not split evenly.
@@ -101,6 +105,7 @@ class Chunk:
         name: str = "chunk 0",
         trainable: bool = True,
         state_numel: int = 2,
+        accumulates: bool = False,
     ) -> None:
         self._collectives = LocalCollectives() if collectives is None else collectives
         self._world_size = self._collectives.world_size
@@ -113,6 +118,7 @@ class Chunk:
         self.dtype = dtype
         self.name = name
         self.trainable = trainable
+        self.accumulates = accumulates
         self.tensors: tuple[TensorInfo, ...] = ()
         self.used_numel = 0
         self.users = 0
@@ -130,7 +136,6 @@ class Chunk:
         self._gradient_tier: Tier | None = None
         self._reduce_target: Tensor | None = None
         self._num_ready = 0
-        self.accumulates = False
 
     def __repr__(self) -> str:
         where = self._rest.name if self._closed else "open"
@@ -166,11 +171,13 @@ class Chunk:
 
     @property
     def optim_bytes(self) -> int:
-        """Bytes of separate master weights and expected optimizer states on this rank."""
+        """Bytes that rest with the optimizer on this rank, beyond the shard: expected states, and one fp32 shard.
+
+        That is the master weights where they are separate, and otherwise the gradient, whose place they then leave.
+        """
         if not self.trainable:
             return 0
-        masters = 0 if self.dtype == torch.float32 else 1
-        return self.shard_numel * _MASTER_BYTES * (masters + self._state_numel)
+        return self.shard_numel * _MASTER_BYTES * (1 + self._state_numel + int(self.accumulates))
 
     @property
     def tier(self) -> TierName:
@@ -511,17 +518,22 @@ class Chunk:
                 self._grad_full.narrow(0, info.offset, info.numel).zero_()
         self._travelling(self._grad_full)[self.used_numel :] = 0
         self._pool = pool
-        self._reduce_target = self._choose_target()
+        self._reduce_target = self._choose_target(pool)
         self._reducing = self._collectives.reduce_scatter(self._reduce_target, self._travelling(self._grad_full))
 
-    def _choose_target(self) -> Tensor:
+    def _choose_target(self, pool: BufferPool) -> Tensor:
         on_device = self._shard.device == self._device.device
         replaces = self._master is not None and not self.accumulates and self._gradient is None
         if replaces and on_device and not (self._aliased and self.users):
             if self._aliased and self._visible:
                 self._hide()
             return self._shard
-        return self._device.allocate(self.shard_numel, self.dtype, f"{self.name} reduced gradient")
+        holder = f"{self.name} reduced gradient"
+        try:
+            return self._device.allocate(self.shard_numel, self.dtype, holder)
+        except TierFullError:
+            pool.make_room()
+            return self._device.allocate(self.shard_numel, self.dtype, holder)
 
     @torch.no_grad()
     def wait_reduce(self) -> None:

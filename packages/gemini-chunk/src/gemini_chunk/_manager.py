@@ -65,6 +65,7 @@ class ChunkManager:
         dtype: torch.dtype | None = None,
         trainable: bool = True,
         state_numel: int = 2,
+        accumulates: bool = False,
         sources: Mapping[str, Callable[[], Tensor]] | None = None,
     ) -> Chunk:
         """Add one open chunk that holds these tensors.
@@ -75,6 +76,7 @@ class ChunkManager:
             dtype: of the chunk; by default the first tensor's.
             trainable: whether the tensors get gradients.
             state_numel: fp32 elements of optimizer state per element, for planning.
+            accumulates: sum the gradients of several backwards in memory of their own.
             sources: by name, where a tensor's value comes from when the chunk closes.
 
         Raises:
@@ -99,6 +101,7 @@ class ChunkManager:
             name=f"chunk {len(self._chunks)}",
             trainable=trainable,
             state_numel=state_numel,
+            accumulates=accumulates,
         )
         infos = [(t, chunk.append(t, name, sources.get(name) if sources else None)) for name, t in named]
         self._chunks.append(chunk)
@@ -224,8 +227,7 @@ class ChunkManager:
         try:
             gather()
         except TierFullError:
-            self._finish_reductions()
-            self._buffers.clear()
+            self._buffers.make_room()
             gather()
 
     def _finish_reductions(self) -> None:
@@ -285,6 +287,8 @@ class ChunkManager:
                 chunk.users -= 1
                 if info.state is TensorState.COMPUTE:
                     info.to(TensorState.HOLD_AFTER_BWD if in_backward else TensorState.HOLD)
+        if in_backward and self._complete:
+            self._reduce_complete()
 
     def take_gradient(self, tensor: Tensor, gradient: Tensor) -> None:
         """Take a local gradient; the chunk is reduced once it is complete and those before it in order are.
@@ -301,8 +305,11 @@ class ChunkManager:
     def _reduce_complete(self) -> None:
         order = self.reduce_order
         while self._next_reduce < len(order) and order[self._next_reduce] in self._complete:
-            self._reduce(order[self._next_reduce])
+            chunk = order[self._next_reduce]
+            if chunk.keeps_gathered and chunk.users:
+                return  # its gradient takes the place of parameters that are still read
             self._next_reduce += 1
+            self._reduce(chunk)
 
     def _reduce(self, chunk: Chunk) -> None:
         while len(self._in_flight) >= _REDUCTIONS_IN_FLIGHT:
@@ -438,11 +445,15 @@ class _GradientBuffers:
             self._finish_reductions()
             if idle:
                 return idle.pop()
-            self.clear()
+            self.make_room()
             return self._device.allocate(numel, dtype, holder)
 
     def give_back(self, buffer: Tensor) -> None:
         self._idle.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+    def make_room(self) -> None:
+        self._finish_reductions()
+        self.clear()
 
     def clear(self) -> None:
         for idle in self._idle.values():

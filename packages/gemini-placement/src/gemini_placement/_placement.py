@@ -160,8 +160,8 @@ def gathered_bytes(released: Sequence[ChunkFacts], max_prefetch: int) -> int:
 
 
 def gradient_bytes(chunks: Sequence[ChunkFacts]) -> int:
-    """Return the bytes of one gradient buffer, as large as the largest trainable chunk."""
-    return max((chunk.full_bytes for chunk in chunks if chunk.trainable), default=0)
+    """Return the bytes of one gradient buffer and of the shard that it is reduced to, for the largest chunk."""
+    return max((chunk.full_bytes + chunk.shard_bytes for chunk in chunks if chunk.trainable), default=0)
 
 
 def lacking_tiers(needed: Mapping[TierName, int], capacities: Mapping[TierName, int | None]) -> list[TierName]:
