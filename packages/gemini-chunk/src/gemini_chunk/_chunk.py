@@ -23,7 +23,7 @@ class BufferPool(Protocol):
     """Where a chunk borrows a gradient buffer for the time between its first gradient and its reduction."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory of the compute device, shape ``(numel,)``."""
+        """Return uninitialised memory of the compute device, of at least ``numel`` elements."""
 
     def give_back(self, buffer: Tensor) -> None:
         """Take the buffer back; nobody reads it any more."""
@@ -518,22 +518,36 @@ class Chunk:
                 self._grad_full.narrow(0, info.offset, info.numel).zero_()
         self._travelling(self._grad_full)[self.used_numel :] = 0
         self._pool = pool
+        if self._world_size == 1:  # the gradient of a single rank is reduced already
+            buffer, self._grad_full = self._grad_full, None
+            self._finish_states()
+            if self._settle(self._travelling(buffer)):
+                pool.give_back(buffer)
+            return
         self._reduce_target = self._choose_target(pool)
         self._reducing = self._collectives.reduce_scatter(self._reduce_target, self._travelling(self._grad_full))
 
     def _choose_target(self, pool: BufferPool) -> Tensor:
-        on_device = self._shard.device == self._device.device
-        replaces = self._master is not None and not self.accumulates and self._gradient is None
-        if replaces and on_device and not (self._aliased and self.users):
-            if self._aliased and self._visible:
-                self._hide()
-            return self._shard
+        """Return what to reduce into: the shard itself where it lies on the compute device and may be replaced."""
+        if self._may_replace and self._shard.device == self._device.device:
+            return self._replaceable_shard()
         holder = f"{self.name} reduced gradient"
         try:
             return self._device.allocate(self.shard_numel, self.dtype, holder)
         except TierFullError:
             pool.make_room()
             return self._device.allocate(self.shard_numel, self.dtype, holder)
+
+    @property
+    def _may_replace(self) -> bool:
+        """Whether the gradient may take the place of this rank's working parameters now."""
+        read = self._aliased and self.users
+        return self._master is not None and not self.accumulates and self._gradient is None and not read
+
+    def _replaceable_shard(self) -> Tensor:
+        if self._aliased and self._visible:
+            self._hide()
+        return self._shard
 
     @torch.no_grad()
     def wait_reduce(self) -> None:
@@ -555,6 +569,13 @@ class Chunk:
                 self._device.free(target)
             raise ChunkError(f"Reducing {self.name} failed on rank {self._collectives.rank}: {error}") from error
         self._return_buffer()
+        self._finish_states()
+        if target is self._shard:
+            self._gradient, self._gradient_tier = target, None
+        elif self._settle(target):
+            self._device.free(target)
+
+    def _finish_states(self) -> None:
         self._num_ready = 0
         for info in self.tensors:
             if info.state is TensorState.HOLD_AFTER_BWD:  # its gradient counted as zero
@@ -563,25 +584,25 @@ class Chunk:
                 info.to(TensorState.HOLD)
                 if not self._visible:
                     info.to(TensorState.FREE)
-        if target is self._shard:
-            self._gradient, self._gradient_tier = target, None
-        else:
-            self._settle(target)
 
-    def _settle(self, reduced: Tensor) -> None:
-        """Carry a reduced gradient from the compute device to where it waits for the optimizer."""
+    def _settle(self, reduced: Tensor) -> bool:
+        """Carry a reduced gradient from the compute device to where it waits for the optimizer.
+
+        Returns:
+            Whether the memory of ``reduced`` is free again; otherwise it is the gradient now.
+        """
         if self._gradient is not None and self._gradient is self._shard:
             self._separate_gradient()
         if self._gradient is not None:
             self._gradient.add_(reduced.to(self._gradient.device))
-        elif self._master is not None and not self.accumulates and self._rest is not self._device:
-            self._gradient, self._gradient_tier = self._shard.copy_(reduced), None
+        elif self._may_replace:
+            self._gradient, self._gradient_tier = self._replaceable_shard().copy_(reduced), None
         elif self._rest is self._device and not self.accumulates:
             self._gradient, self._gradient_tier = reduced, self._device
-            return
+            return False
         else:
             self._own_gradient(reduced)
-        self._device.free(reduced)
+        return True
 
     def _own_gradient(self, value: Tensor) -> None:
         """Give the gradient memory of its own, in fp32: 16 bits would lose the small terms of a sum of backwards."""

@@ -432,31 +432,40 @@ class _GradientBuffers:
     def __init__(self, device: Tier, finish_reductions: Callable[[], None]) -> None:
         self._device = device
         self._finish_reductions = finish_reductions
-        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._idle: list[Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        holder = "gradient buffers"
-        idle = self._idle.setdefault((numel, dtype), [])
-        if idle:
-            return idle.pop()
+        buffer = self._take_idle(numel, dtype)
+        if buffer is not None:
+            return buffer
+        self.clear()  # those are too small, or of another dtype: they would only hold memory
         try:
-            return self._device.allocate(numel, dtype, holder)
+            return self._allocate(numel, dtype)
         except TierFullError:
             self._finish_reductions()
-            if idle:
-                return idle.pop()
-            self.make_room()
-            return self._device.allocate(numel, dtype, holder)
+            buffer = self._take_idle(numel, dtype)
+            if buffer is None:
+                self.clear()
+                buffer = self._allocate(numel, dtype)
+            return buffer
+
+    def _take_idle(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        for index, buffer in enumerate(self._idle):
+            if buffer.dtype == dtype and buffer.numel() >= numel:
+                return self._idle.pop(index)
+        return None
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._device.allocate(numel, dtype, "gradient buffers")
 
     def give_back(self, buffer: Tensor) -> None:
-        self._idle.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+        self._idle.append(buffer)
 
     def make_room(self) -> None:
         self._finish_reductions()
         self.clear()
 
     def clear(self) -> None:
-        for idle in self._idle.values():
-            for buffer in idle:
-                self._device.free(buffer)
+        for buffer in self._idle:
+            self._device.free(buffer)
         self._idle.clear()

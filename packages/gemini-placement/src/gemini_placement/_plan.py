@@ -142,8 +142,12 @@ def _hold_over(
 
     A layer's small parameters often lie in one chunk and are used before and after those of others; without this,
     that chunk would be gathered again for each of them. Gaps within forward and within backward are bridged, the
-    shortest first, and no more than ``budget_bytes`` are held at a time.
+    shortest first. With what an access uses itself, no more bytes are gathered than the access that uses most needs,
+    or than the largest chunk and ``budget_bytes``.
     """
+    gathered = [sum(chunk.full_bytes for chunk in use if chunk not in kept) for use in uses]
+    largest = max((chunk.full_bytes for use in uses for chunk in use if chunk not in kept), default=0)
+    limit = max([largest + budget_bytes, *gathered])
     gaps: list[tuple[int, int, str, ChunkT]] = []
     last: dict[ChunkT, int] = {}
     for index, use in enumerate(uses):
@@ -153,13 +157,12 @@ def _hold_over(
                 gaps.append((index - last[chunk], last[chunk], chunk.name, chunk))
             last[chunk] = index
     held: list[list[ChunkT]] = [[] for _ in uses]
-    held_bytes = [0] * len(uses)
     for length, start, _, chunk in sorted(gaps, key=lambda gap: gap[:3]):
         between = range(start + 1, start + length)
-        if all(held_bytes[index] + chunk.full_bytes <= budget_bytes for index in between):
+        if all(gathered[index] + chunk.full_bytes <= limit for index in between):
             for index in between:
                 held[index].append(chunk)
-                held_bytes[index] += chunk.full_bytes
+                gathered[index] += chunk.full_bytes
     return held
 
 
