@@ -105,12 +105,11 @@ def check_bytes(rank: int, world_size: int) -> None:
         used = (row, device.used, wanted_device, host.used, wanted_host)
         assert abs(device.used - wanted_device) <= 0.02 * wanted_device + chunk_bytes, used
         assert abs(host.used - wanted_host) <= 0.02 * wanted_host + chunk_bytes, used
-        # At the peak the working set comes on top: the chunks that one scope needs, and one gradient chunk.
-        needed = {chunk for plan in model.plans for step in plan.steps for chunk in [step.chunks]}
-        scope_bytes = max(sum(chunk.full_bytes for chunk in chunks) for chunks in needed)
-        held = row == "ZeRO-2" or (world_size == 1 and row != "everything offloaded")
-        working_set = chunk_bytes if held else scope_bytes + chunk_bytes
-        allowed = 1.02 * wanted_device + working_set + chunk_bytes
+        # At the peak the working set comes on top: what the plan has gathered at a time, and one chunk of gradients.
+        kept = sum(chunk.full_bytes for chunk in model.chunk_manager.chunks if chunk.keeps_gathered)
+        gathered = max(plan.peak_gathered_bytes for plan in model.plans) - kept
+        assert gathered <= 2 * chunk_bytes, "the chunks of one module, or two that take turns"
+        allowed = 1.02 * wanted_device + gathered + 2 * chunk_bytes
         assert device.peak <= allowed, (row, device.peak, allowed, chunk_bytes)
         assert host.peak <= 1.02 * wanted_host + chunk_bytes, (row, host.peak, wanted_host)
 

@@ -175,8 +175,8 @@ def test_two_chunks_of_one_name_are_refused(policy) -> None:
 def test_static_counts_shards_states_kept_buffers_and_the_working_set() -> None:
     chunks = paper_chunks(4, full_bytes=100)
     policy = StaticPlacementPolicy(shard_param_frac=0.5, offload_optim_frac=0.5)
-    # Two kept buffers, two shards, two optimizer states, one released buffer in use, one gradient buffer and its shard.
-    exact = 2 * 100 + 2 * 50 + 2 * 300 + 100 + 150
+    # Two kept buffers, two shards, two optimizer states, the two released buffers, one gradient buffer and its shard.
+    exact = 2 * 100 + 2 * 50 + 2 * 300 + 2 * 100 + 150
     capacities = {"device": exact, "host": 600}
     assert policy.place(chunks, capacities=capacities, world_size=2).needed_bytes == {**capacities, "disk": 0}
     for tier in ("device", "host"):
@@ -193,7 +193,7 @@ def test_prefetched_buffers_belong_to_the_working_set() -> None:
         .needed_bytes["device"]
         for prefetch in (0, 1, 2, 9)
     }
-    assert needed == {0: 1650, 1: 1750, 2: 1850, 9: 1950}
+    assert needed == {0: 1850, 1: 1950, 2: 1950, 9: 1950}
 
 
 def advised(message: str) -> StaticPlacementPolicy:
@@ -273,8 +273,8 @@ def test_more_room_on_the_device_never_means_a_refusal(facts, device, more) -> N
 
 
 def test_auto_fills_the_device_with_shards_then_states_then_full_buffers() -> None:
-    chunks = paper_chunks(4, full_bytes=100)
-    working = 100 + 100 + 50  # a full buffer, a gradient buffer and the shard it is reduced to
+    chunks = paper_chunks(6, full_bytes=100)
+    working = 3 * 100 + 100 + 50  # three full buffers, a gradient buffer and the shard it is reduced to
 
     def parts(device: int | None) -> tuple[int, int, int]:
         capacities = {"device": device, "host": None}
@@ -287,17 +287,17 @@ def test_auto_fills_the_device_with_shards_then_states_then_full_buffers() -> No
         )
 
     assert parts(working) == (0, 0, 0)
-    assert parts(working + 199) == (3, 0, 0)
-    assert parts(working + 200) == (4, 0, 0)
-    assert parts(working + 200 + 600) == (4, 2, 0)
-    assert parts(working + 200 + 1200 + 50) == (4, 4, 1)
-    assert parts(None) == (4, 4, 4)
+    assert parts(working + 299) == (5, 0, 0)
+    assert parts(working + 300) == (6, 0, 0)
+    assert parts(working + 300 + 600) == (6, 2, 0)
+    assert parts(working + 300 + 1800 + 50) == (6, 6, 1)
+    assert parts(None) == (6, 6, 6)
 
 
 def test_auto_sends_what_the_host_cannot_take_to_the_disk() -> None:
     chunks = paper_chunks(2, full_bytes=100)
-    placement = AutoPlacementPolicy().place(chunks, capacities={"device": 250, "host": 400, "disk": None}, world_size=2)
-    assert placement.needed_bytes == {"device": 250, "host": 400, "disk": 300}
+    placement = AutoPlacementPolicy().place(chunks, capacities={"device": 350, "host": 400, "disk": None}, world_size=2)
+    assert placement.needed_bytes == {"device": 350, "host": 400, "disk": 300}
     assert [placement.of(c) for c in chunks] == [
         ChunkPlacement(keep_gathered=False, param_tier="host", optim_tier="host"),
         ChunkPlacement(keep_gathered=False, param_tier="host", optim_tier="disk"),
@@ -307,7 +307,7 @@ def test_auto_sends_what_the_host_cannot_take_to_the_disk() -> None:
 def test_auto_refusal_names_a_lower_prefetch_that_fits() -> None:
     with pytest.raises(PlacementError, match="max_prefetch=1 would fit"):
         AutoPlacementPolicy(max_prefetch=4).place(
-            paper_chunks(8, full_bytes=100), capacities={"device": 350, "host": None}, world_size=2
+            paper_chunks(8, full_bytes=100), capacities={"device": 550, "host": None}, world_size=2
         )
 
 

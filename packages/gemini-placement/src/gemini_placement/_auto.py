@@ -16,6 +16,7 @@ from gemini_placement._placement import (
     gathered_bytes,
     gradient_bytes,
     needed_bytes,
+    released_buffers,
 )
 from gemini_placement._plan import Plan, plan_steps
 from gemini_placement._stats import MemStats
@@ -78,7 +79,7 @@ class AutoPlacementPolicy:
         placements = fitting.placements()
         if placements is None:
             raise self._refusal(chunks, capacities, world_size, fitting)
-        return Placement(chunks, placements, max_prefetch=self.max_prefetch, device_capacity=capacities.get("device"))
+        return Placement(chunks, placements, max_prefetch=self.max_prefetch)
 
     def schedule(self, trace: Trace[ChunkT], placement: Placement[ChunkT]) -> Plan[ChunkT]:
         """Plan one step over a trace of placed chunks; `PlanStep` says what its parts mean.
@@ -134,7 +135,7 @@ class _Fitting:
         self._chunks = chunks
         self._capacities = capacities
         self._world_size = world_size
-        self._buffers = 1 + max_prefetch
+        self._buffers = released_buffers(max_prefetch)
         self._kept = [False] * len(chunks)
         self._param_tiers: list[TierName | None] = [None] * len(chunks)
         self._optim_tiers: list[TierName | None] = [None if c.optim_bytes else "device" for c in chunks]

@@ -59,7 +59,6 @@ class Placement(Generic[ChunkT]):
         placements: Sequence[ChunkPlacement],
         *,
         max_prefetch: int = 0,
-        device_capacity: int | None = None,
     ) -> None:
         """Pair chunks with their placements.
 
@@ -67,7 +66,6 @@ class Placement(Generic[ChunkT]):
             chunks: distinct chunks with distinct names.
             placements: as many.
             max_prefetch: chunks gathered ahead of their use, for counting the working set.
-            device_capacity: bytes that the device may hold, None without a limit.
 
         Raises:
             ValueError: the lengths differ, a chunk or a name comes twice, or a kept chunk rests off the device.
@@ -80,15 +78,6 @@ class Placement(Generic[ChunkT]):
                 raise ValueError(f"{chunk.name} cannot stay gathered and rest on {place.param_tier}.")
         self._places = MappingProxyType(dict(zip(chunks, placements, strict=True)))
         self._needed = needed_bytes(chunks, placements, max_prefetch=max_prefetch)
-        released = [chunk.full_bytes for chunk in chunks if not self._places[chunk].keep_gathered]
-        largest = max(released, default=0)
-        spare = largest if device_capacity is None else max(device_capacity - self._needed["device"], 0)
-        self._hold_over_bytes = min(largest, spare)
-
-    @property
-    def hold_over_bytes(self) -> int:
-        """Bytes of released chunks that a plan may hold between uses: one largest chunk, where the device has room."""
-        return self._hold_over_bytes
 
     @property
     def chunks(self) -> tuple[ChunkT, ...]:
@@ -151,12 +140,18 @@ def needed_bytes(
 
 
 def gathered_bytes(released: Sequence[ChunkFacts], max_prefetch: int) -> int:
-    """Return the most that full buffers of released chunks take when each access uses one chunk.
-
-    The chunk in use and those ahead of it are different ones, so the largest buffer counts once only.
-    """
+    """Return the most that full buffers of released chunks take: `released_buffers` of the largest."""
     largest = sorted((chunk.full_bytes for chunk in released), reverse=True)
-    return sum(largest[: 1 + max_prefetch])
+    return sum(largest[: released_buffers(max_prefetch)])
+
+
+def released_buffers(max_prefetch: int) -> int:
+    """Return how many released chunks must have room at a time.
+
+    One is in use. A second one is for a module whose parameters lie in two, or for what is held over a short gap; a
+    third one for recompute that starts while backward still uses another. Then come those ahead of their use.
+    """
+    return 3 + max_prefetch
 
 
 def gradient_bytes(chunks: Sequence[ChunkFacts]) -> int:

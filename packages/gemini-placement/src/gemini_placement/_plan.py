@@ -86,10 +86,7 @@ def plan_steps(trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefet
     asked = [tuple(dict.fromkeys(access.chunks)) for access in trace.accesses]
     kept = {chunk for chunk in dict.fromkeys(c for use in asked for c in use) if placement.of(chunk).keep_gathered}
     phases = [access.phase for access in trace.accesses]
-    uses = [
-        (*use, *held)
-        for use, held in zip(asked, _hold_over(asked, phases, kept, placement.hold_over_bytes), strict=True)
-    ]
+    uses = [(*use, *held) for use, held in zip(asked, _hold_over(asked, phases, kept), strict=True)]
     always_bytes = sum(c.full_bytes for c in placement.chunks if placement.of(c).keep_gathered)
 
     # later[chunk]: accesses that still need it, in reverse. A kept chunk needs gathering for its first use only.
@@ -135,19 +132,17 @@ def plan_steps(trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefet
     return Plan(steps=steps, gathers=gathers, peak_gathered_bytes=always_bytes + peak_bytes)
 
 
-def _hold_over(
-    uses: list[tuple[ChunkT, ...]], phases: list[Phase], kept: set[ChunkT], budget_bytes: int
-) -> list[list[ChunkT]]:
+def _hold_over(uses: list[tuple[ChunkT, ...]], phases: list[Phase], kept: set[ChunkT]) -> list[list[ChunkT]]:
     """Return, for each access, the chunks that stay gathered over it though it does not use them.
 
     A layer's small parameters often lie in one chunk and are used before and after those of others; without this,
     that chunk would be gathered again for each of them. Gaps within forward and within backward are bridged, the
-    shortest first. With what an access uses itself, no more bytes are gathered than the access that uses most needs,
-    or than the largest chunk and ``budget_bytes``.
+    shortest first. With what an access uses itself, no more bytes are gathered than two of the largest chunks have, or
+    than the access that uses most needs.
     """
     gathered = [sum(chunk.full_bytes for chunk in use if chunk not in kept) for use in uses]
     largest = max((chunk.full_bytes for use in uses for chunk in use if chunk not in kept), default=0)
-    limit = max([largest + budget_bytes, *gathered])
+    limit = max([2 * largest, *gathered])
     gaps: list[tuple[int, int, str, ChunkT]] = []
     last: dict[ChunkT, int] = {}
     for index, use in enumerate(uses):
