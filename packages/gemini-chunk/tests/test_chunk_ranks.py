@@ -290,3 +290,26 @@ def check_move(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_shard_moves_between_tiers_unchanged(world_size: int) -> None:
     run_ranks(check_move, world_size)
+
+
+def check_full_master(rank: int, world_size: int) -> None:
+    for rest, keep, master, dtype in PLACES:
+        params = params_of(seed=rank, shapes=(*SHAPES, (0, 3)))
+        frozen = [nn.Parameter(torch.full((3,), float(rank + 1)), requires_grad=False)]
+        manager = ChunkManager(device=device_tier("cpu"))
+        chunk = manager.add_chunk(named(params), dtype=dtype)
+        manager.close(chunk, rest=rest, keep_gathered=keep, master=master)  # type: ignore[arg-type]
+        manager.register([("frozen", frozen[0])], 4, trainable=False)
+        gathers = chunk.gathers
+        for param, wanted in zip(params, params_of(seed=0, shapes=(*SHAPES, (0, 3))), strict=True):
+            value = manager.full_master(param)
+            assert value.dtype == torch.float32
+            assert torch.equal(value, wanted)
+        assert chunk.gathers == gathers
+        assert torch.equal(manager.full_master(frozen[0]), torch.ones(3))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_full_master_weights_are_exact_and_gather_no_chunk(world_size: int) -> None:
+    run_ranks(check_full_master, world_size)

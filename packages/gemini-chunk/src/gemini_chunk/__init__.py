@@ -6,10 +6,11 @@ is gathered or released. `Tier` is a place for bytes with an account and a capac
 
 from importlib.metadata import version
 
-from gemini_chunk._chunk import BufferPool, Chunk, ShardSlice
+from gemini_chunk._chunk import Chunk, ShardSlice
 from gemini_chunk._collectives import Collectives, Handle, LocalCollectives, ProcessGroupCollectives
 from gemini_chunk._errors import ChunkError, ChunkFullError, TensorStateError, TierFullError
 from gemini_chunk._manager import ChunkManager
+from gemini_chunk._reduction import BufferPool
 from gemini_chunk._states import TensorInfo, TensorState
 from gemini_chunk._tiers import Tier, TierName, device_tier, disk_tier, host_tier
 

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gemini_chunk._collectives import Collectives, Done, Handle, LocalCollectives
-from gemini_chunk._errors import ChunkError, ChunkFullError, TierFullError
+from gemini_chunk._errors import ChunkError, ChunkFullError
+from gemini_chunk._reduction import BufferPool, Reduction
 from gemini_chunk._states import TensorInfo, TensorState
 from gemini_chunk._tiers import Tier, TierName
 
 _MASTER_BYTES = torch.float32.itemsize
-
-
-class BufferPool(Protocol):
-    """Where a chunk borrows a gradient buffer for the time between its first gradient and its reduction."""
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory of the compute device, of at least ``numel`` elements."""
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Take the buffer back; nobody reads it any more."""
-
-    def make_room(self) -> None:
-        """Wait for reductions under way and free the buffers that nobody has borrowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +62,6 @@ class Chunk:
     [Note: Bytes held once]
     A chunk that stays gathered, and a chunk of a single rank that rests on the compute device, hold their bytes once:
     the shard is this rank's slice of the full buffer.
-
-    [Note: The gradient takes the place of the parameters]
-    Where a separate master weight exists, the reduced gradient is written over this rank's shard of the working
-    parameters: nothing reads them until the optimizer casts the new master weights back. Should the parameters be
-    asked for earlier (a second backward before the step, an evaluation), the gradient moves to memory of its own and
-    the working shard is cast from the master weights again.
 
     Args:
         numel: elements of the full buffer, a multiple of the world size.
@@ -130,12 +112,8 @@ class Chunk:
         self._visible = False
         self._full_valid = False
         self._gathering: Handle | None = None
-        self._reducing: Handle | None = None
-        self._grad_full: Tensor | None = None
-        self._gradient: Tensor | None = None
-        self._gradient_tier: Tier | None = None
-        self._reduce_target: Tensor | None = None
-        self._num_ready = 0
+        self._master: Tensor | None = None
+        self._reduction = Reduction(self)
 
     def __repr__(self) -> str:
         where = self._rest.name if self._closed else "open"
@@ -205,9 +183,15 @@ class Chunk:
         return self._visible and not self._aliased and self.users == 0
 
     @property
+    def missing_bytes(self) -> int:
+        """Bytes of the compute device that a gather would take now."""
+        there = self._aliased or self._visible or self._gathering is not None
+        return 0 if there else self.full_bytes
+
+    @property
     def has_local_gradient(self) -> bool:
         """Whether gradients of this rank wait for a reduction that has not started."""
-        return self._grad_full is not None and self._reducing is None
+        return self._reduction.is_filling
 
     @property
     def shard(self) -> Tensor:
@@ -227,7 +211,7 @@ class Chunk:
     @property
     def gradient(self) -> Tensor | None:
         """This rank's shard of the reduced gradient, shape ``(shard_numel,)``, or None where none came."""
-        return self._gradient
+        return self._reduction.result
 
     @property
     def slices(self) -> tuple[ShardSlice, ...]:
@@ -309,7 +293,6 @@ class Chunk:
         else:
             self._storage.resize_(0)
             self._shard = rest.allocate(self.shard_numel, self.dtype, f"{self.name} parameters")
-        self._master: Tensor | None = None
         if master is not None and self.trainable and (self.dtype != torch.float32 or master is not rest):
             self._master = master.allocate(self.shard_numel, torch.float32, f"{self.name} master weights")
             self._master[self.valid_numel :] = 0
@@ -355,6 +338,30 @@ class Chunk:
                 if self._master is not None:
                     self._master[part.in_shard].copy_(flat[part.in_tensor])
 
+    @torch.no_grad()
+    def full_master(self, info: TensorInfo) -> Tensor:
+        """Return one tensor's master weights from all ranks, without gathering the chunk.
+
+        Args:
+            info: a tensor of this chunk, which must be trainable.
+
+        Returns:
+            New memory on the compute device, shape of the tensor, dtype of `master`.
+        """
+        master = self.master
+        assert master is not None, "a frozen chunk has no master weights"
+        width = min(self.shard_numel, info.numel)
+        mine = torch.zeros(width, dtype=master.dtype, device=self._device.device)
+        for part in self._overlaps():
+            if part.info is info:
+                mine[: part.numel].copy_(master[part.in_shard])
+        parts = mine.new_empty(self._world_size * width)
+        self._collectives.all_gather(parts, mine).wait()
+        ends = [min(max(rank * self.shard_numel, info.offset), info.end) for rank in range(self._world_size + 1)]
+        held = [stop - start for start, stop in itertools.pairwise(ends)]
+        rows = parts.view(self._world_size, width)
+        return torch.cat([row[:numel] for row, numel in zip(rows, held, strict=True)]).view(info.shape)
+
     def load(self, info: TensorInfo, value: Tensor) -> None:
         """Overwrite one tensor on every rank, master weights included, without gathering the chunk.
 
@@ -365,7 +372,7 @@ class Chunk:
         Raises:
             ChunkError: the chunk is in use or holds gradients of an unfinished step.
         """
-        if self.users or self._grad_full is not None or self._gradient is not None:
+        if self.users or self._reduction.is_filling or self._reduction.result is not None:
             raise ChunkError(f"{info.name!r} cannot be loaded while {self.name} is in use or holds gradients.")
         if not self._aliased:
             self.release()
@@ -377,10 +384,8 @@ class Chunk:
         """Start to make the full buffer valid; `gather` waits for it."""
         if self._visible or self._gathering is not None:
             return
-        if self._reducing is not None:
-            self.wait_reduce()
-        if self._gradient is not None and self._gradient is self._shard:
-            self._separate_gradient()
+        self._reduction.wait()
+        self._reduction.give_place_back()
         if self._full_valid:
             self._gathering = Done()
             return
@@ -439,7 +444,7 @@ class Chunk:
         """
         if tier is self._rest:
             return
-        if self._aliased or self.users or self._gradient is not None:
+        if self._aliased or self.users or self._reduction.result is not None:
             raise ChunkError(f"{self.name} cannot move: it keeps gathered, is in use, or holds a gradient.")
         target = tier.allocate(self.shard_numel, self.dtype, f"{self.name} parameters")
         target.copy_(self._shard)
@@ -483,139 +488,22 @@ class Chunk:
         Returns:
             Whether every tensor of the chunk has its gradient now.
         """
-        if self._grad_full is None:
-            self.wait_reduce()
-            self._grad_full = pool.take(self.numel, self.dtype)
-        part = self._grad_full.narrow(0, info.offset, info.numel).view(info.shape)
-        if gradient.layout != torch.strided:
-            gradient = gradient.to_dense()
-        if info.state is TensorState.READY_FOR_REDUCE:
-            part.add_(gradient, alpha=1 / self._world_size)
-        elif self._world_size == 1:
-            part.copy_(gradient)
-        else:
-            torch.mul(gradient, 1 / self._world_size, out=part)
-        if info.state in (TensorState.FREE, TensorState.HOLD):
-            info.to(TensorState.COMPUTE)
-        if info.state is TensorState.COMPUTE:
-            info.to(TensorState.HOLD_AFTER_BWD)
-        if info.state is TensorState.HOLD_AFTER_BWD:
-            info.to(TensorState.READY_FOR_REDUCE)
-            self._num_ready += 1
-        return self._num_ready == len(self.tensors)
+        return self._reduction.take(info, gradient, pool)
 
-    @torch.no_grad()
     def start_reduce(self, pool: BufferPool) -> None:
         """Start to turn the gradient buffer into this rank's shard of the averaged gradient.
 
         A tensor without a gradient counts as zero. `wait_reduce` finishes it.
         """
-        self.wait_reduce()
-        if self._grad_full is None:
-            self._grad_full = pool.take(self.numel, self.dtype)
-        for info in self.tensors:
-            if info.state is not TensorState.READY_FOR_REDUCE:
-                self._grad_full.narrow(0, info.offset, info.numel).zero_()
-        self._travelling(self._grad_full)[self.used_numel :] = 0
-        self._pool = pool
-        if self._world_size == 1:  # the gradient of a single rank is reduced already
-            buffer, self._grad_full = self._grad_full, None
-            self._finish_states()
-            if self._settle(self._travelling(buffer)):
-                pool.give_back(buffer)
-            return
-        self._reduce_target = self._choose_target(pool)
-        self._reducing = self._collectives.reduce_scatter(self._reduce_target, self._travelling(self._grad_full))
+        self._reduction.start(pool)
 
-    def _choose_target(self, pool: BufferPool) -> Tensor:
-        """Return what to reduce into: the shard itself where it lies on the compute device and may be replaced."""
-        if self._may_replace and self._shard.device == self._device.device:
-            return self._replaceable_shard()
-        holder = f"{self.name} reduced gradient"
-        try:
-            return self._device.allocate(self.shard_numel, self.dtype, holder)
-        except TierFullError:
-            pool.make_room()
-            return self._device.allocate(self.shard_numel, self.dtype, holder)
-
-    @property
-    def _may_replace(self) -> bool:
-        """Whether the gradient may take the place of this rank's working parameters now."""
-        read = self._aliased and self.users
-        return self._master is not None and not self.accumulates and self._gradient is None and not read
-
-    def _replaceable_shard(self) -> Tensor:
-        if self._aliased and self._visible:
-            self._hide()
-        return self._shard
-
-    @torch.no_grad()
     def wait_reduce(self) -> None:
         """Return when the reduction that was started has its result in `gradient`.
 
         Raises:
             ChunkError: the collective failed; the gradient is dropped.
         """
-        if self._reducing is None:
-            return
-        handle, self._reducing = self._reducing, None
-        target, self._reduce_target = self._reduce_target, None
-        assert target is not None
-        try:
-            handle.wait()
-        except RuntimeError as error:
-            self._return_buffer()
-            if target is not self._shard:
-                self._device.free(target)
-            raise ChunkError(f"Reducing {self.name} failed on rank {self._collectives.rank}: {error}") from error
-        self._return_buffer()
-        self._finish_states()
-        if target is self._shard:
-            self._gradient, self._gradient_tier = target, None
-        elif self._settle(target):
-            self._device.free(target)
-
-    def _finish_states(self) -> None:
-        self._num_ready = 0
-        for info in self.tensors:
-            if info.state is TensorState.HOLD_AFTER_BWD:  # its gradient counted as zero
-                info.to(TensorState.READY_FOR_REDUCE)
-            if info.state is TensorState.READY_FOR_REDUCE:
-                info.to(TensorState.HOLD)
-                if not self._visible:
-                    info.to(TensorState.FREE)
-
-    def _settle(self, reduced: Tensor) -> bool:
-        """Carry a reduced gradient from the compute device to where it waits for the optimizer.
-
-        Returns:
-            Whether the memory of ``reduced`` is free again; otherwise it is the gradient now.
-        """
-        if self._gradient is not None and self._gradient is self._shard:
-            self._separate_gradient()
-        if self._gradient is not None:
-            self._gradient.add_(reduced.to(self._gradient.device))
-        elif self._may_replace:
-            self._gradient, self._gradient_tier = self._replaceable_shard().copy_(reduced), None
-        elif self._rest is self._device and not self.accumulates:
-            self._gradient, self._gradient_tier = reduced, self._device
-            return False
-        else:
-            self._own_gradient(reduced)
-        return True
-
-    def _own_gradient(self, value: Tensor) -> None:
-        """Give the gradient memory of its own, in fp32: 16 bits would lose the small terms of a sum of backwards."""
-        holder = f"{self.name} gradient"
-        self._gradient = self._rest.allocate(self.shard_numel, torch.float32, holder).copy_(value)
-        self._gradient_tier = self._rest
-
-    @torch.no_grad()
-    def _separate_gradient(self) -> None:
-        """Undo [Note: The gradient takes the place of the parameters]."""
-        assert self._master is not None
-        self._own_gradient(self._shard)
-        self._shard.copy_(self._master)
+        self._reduction.wait()
 
     def settle_states(self) -> None:
         """Bring tensors that were used in backward and have no gradient to come back to rest."""
@@ -624,16 +512,11 @@ class Chunk:
                 info.to(TensorState.READY_FOR_REDUCE)
                 info.to(TensorState.HOLD)
 
-    def _return_buffer(self) -> None:
-        buffer, self._grad_full = self._grad_full, None
-        if buffer is not None:
-            self._pool.give_back(buffer)
-
     def commit(self) -> None:
         """Take updated master weights into the working parameters and drop the gradient."""
         if self._master is not None:
             self._shard.copy_(self._master)
-        self._drop_gradient()
+        self._reduction.drop()
         if not self._aliased:
             self.release()
         elif self._world_size > 1:
@@ -645,38 +528,23 @@ class Chunk:
 
     def discard(self) -> None:
         """Drop the gradient; the parameters keep the values they had before backward."""
-        self.wait_reduce()
-        if self._gradient is not None and self._gradient is self._shard:
-            assert self._master is not None
-            self._shard.copy_(self._master)
-        self._drop_gradient()
+        self._reduction.discard()
         if self._aliased and self._full_valid and not self._visible:
             self._show()
 
-    def _drop_gradient(self) -> None:
-        if self._gradient is not None and self._gradient_tier is not None:
-            self._gradient_tier.free(self._gradient)
-        self._gradient = self._gradient_tier = None
-
     def reset(self) -> None:
         """Return to rest after an interrupted step: nothing in use, released, gradients dropped."""
-        for handle in (self._gathering, self._reducing):
-            if handle is not None:
-                # What failed has been reported where it was waited for; here only its end matters.
-                with contextlib.suppress(RuntimeError):
-                    handle.wait()
-        if self._reduce_target is self._shard:
-            self._gradient, self._gradient_tier = self._shard, None
-        elif self._reduce_target is not None:
-            self._device.free(self._reduce_target)
-        started = self._gathering is not None
-        self._gathering = self._reducing = self._reduce_target = None
-        self._return_buffer()
-        self._num_ready = self.users = 0
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            # What failed has been reported where it was waited for; here only its end matters.
+            with contextlib.suppress(RuntimeError):
+                gathering.wait()
+            if not self._aliased:
+                self._free_full()
+        self._reduction.abandon()
+        self.users = 0
         for info in self.tensors:
             info.users = 0
             info.state = TensorState.HOLD if self._visible else TensorState.FREE
-        if started and not self._visible and not self._aliased:
-            self._free_full()
         self.release()
         self.discard()

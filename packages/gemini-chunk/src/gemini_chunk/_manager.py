@@ -48,7 +48,7 @@ class ChunkManager:
         self.collectives = make_collectives(process_group) if collectives is None else collectives
         self._chunks: list[Chunk] = []
         self._chunk_of: dict[Tensor, tuple[Chunk, TensorInfo]] = {}
-        self._buffers = _GradientBuffers(self.tiers["device"], self._finish_reductions)
+        self._buffers = _GradientBuffers(self.tiers["device"], self._finish_reductions, self._release_unused)
         self._in_flight: deque[Chunk] = deque()
         self._order: list[Chunk] | None = None
         self._completed: list[Chunk] = []
@@ -230,6 +230,23 @@ class ChunkManager:
             self._buffers.make_room()
             gather()
 
+    def has_room(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether these chunks can be gathered now within the device's capacity.
+
+        Where it is short, reductions are finished and their buffers given back first; chunks stay as they are.
+        """
+        device = self.tiers["device"]
+        if device.capacity is None:
+            return True
+        needed = sum(chunk.missing_bytes for chunk in chunks)
+        if device.used + needed > device.capacity:
+            self._buffers.make_room()
+        return device.used + needed <= device.capacity
+
+    def _release_unused(self) -> None:
+        for chunk in self._chunks:
+            self.release(chunk)
+
     def _finish_reductions(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().wait_reduce()
@@ -252,6 +269,14 @@ class ChunkManager:
         if not gathered:
             self.release(chunk)
         return value
+
+    def full_master(self, tensor: Tensor) -> Tensor:
+        """Return the tensor's full master weights on the compute device; every rank calls it in the same order.
+
+        Where there are no separate ones, that is the full value.
+        """
+        chunk, info = self._entry(tensor)
+        return self.full_value(tensor) if chunk.master is None else chunk.full_master(info)
 
     def load_value(self, tensor: Tensor, value: Tensor) -> None:
         """Overwrite a tensor, its master weights included, from its full value, the same on every rank."""
@@ -427,11 +452,13 @@ class _GradientBuffers:
     Args:
         device: the tier they are taken from.
         finish_reductions: waits for all reductions under way, whose buffers then come back.
+        release_unused: releases the chunks that nobody uses.
     """
 
-    def __init__(self, device: Tier, finish_reductions: Callable[[], None]) -> None:
+    def __init__(self, device: Tier, finish_reductions: Callable[[], None], release_unused: Callable[[], None]) -> None:
         self._device = device
         self._finish_reductions = finish_reductions
+        self._release_unused = release_unused
         self._idle: list[Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -446,6 +473,7 @@ class _GradientBuffers:
             buffer = self._take_idle(numel, dtype)
             if buffer is None:
                 self.clear()
+                self._release_unused()
                 buffer = self._allocate(numel, dtype)
             return buffer
 
