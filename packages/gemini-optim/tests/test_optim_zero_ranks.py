@@ -81,7 +81,8 @@ def follow_plain_optimizer(rank: int, world_size: int, name: str, max_norm: floa
         model.gather()
         grads = mean_gradients(world_size, step)
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
-        assert zero.get_grad_norm() == pytest.approx(norm, rel=1e-12)
+        # Without clipping nothing is computed from the norm, and its squares are summed in fp32.
+        assert zero.get_grad_norm() == pytest.approx(norm, rel=1e-12 if max_norm else 1e-6)
         if max_norm:
             assert norm > 2 * max_norm
             scratch = [nn.Parameter(grad.clone()) for grad in grads]

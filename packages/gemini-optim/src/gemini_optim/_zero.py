@@ -181,6 +181,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 (_part(grads[piece.shard_index], piece) for piece in active),
                 self.norm_type,
                 self._model.process_group,
+                exact=self.max_norm > 0.0,
             )
             scale = self.loss_scale
             self._grad_norm = norm / scale
