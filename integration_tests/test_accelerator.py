@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gemini_booster.zero import GeminiDDP, GeminiOptimizer
-from models import batch, largest, lm_loss, seeded_model
+from models import SMALL_CHUNKS, batch, largest, lm_loss, seeded_model
 
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
@@ -29,8 +29,7 @@ PLACEMENTS: list[dict[str, Any]] = [
 def test_training_on_the_device_equals_plain_training_there(settings: dict[str, Any]) -> None:
     plain = seeded_model("llama").to(DEVICE)
     oracle = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    sizes: dict[str, Any] = {"min_chunk_size_m": 0.004, "search_range_m": 0.004, "hidden_dim": 32}
-    model = GeminiDDP(seeded_model("llama"), precision="fp32", **sizes, **settings)
+    model = GeminiDDP(seeded_model("llama"), precision="fp32", **SMALL_CHUNKS, **settings)
     optimizer = GeminiOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, max_norm=0.5)
     for step in range(5):
         ids = batch(0, step).to(DEVICE)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
-from models import batch, lm_loss, seeded_model
+from models import SMALL_CHUNKS, batch, lm_loss, seeded_model
 from ranks import run_ranks
 
 STEPS = 10
 LR = 0.1
 SCALE = 2.0**5
-SMALL_CHUNKS: dict[str, Any] = {"min_chunk_size_m": 0.004, "search_range_m": 0.004, "hidden_dim": 32}
 # A sum over N ranks in 16 bits rounds N times at most, by half a unit in the last place of what was summed so far.
 UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 

@@ -11,11 +11,10 @@ import torch
 
 from gemini_booster import Booster, GeminiPlugin
 from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
-from models import batch, joint_batch, largest, lm_loss, seeded_model
+from models import SMALL_CHUNKS, batch, joint_batch, largest, lm_loss, seeded_model
 from ranks import run_ranks
 
 STEPS = 10
-SMALL_CHUNKS = {"min_chunk_size_m": 0.004, "search_range_m": 0.004, "hidden_dim": 32}
 
 
 def check_sgd(rank: int, world_size: int, kind: str) -> None:

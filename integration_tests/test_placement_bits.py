@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,8 @@ import torch.distributed as dist
 
 from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
 from gemini_chunk import ProcessGroupCollectives
-from models import batch, lm_loss, seeded_model
+from models import SMALL_CHUNKS, batch, lm_loss, seeded_model
 from ranks import run_ranks
-
-SMALL_CHUNKS: dict[str, Any] = {"min_chunk_size_m": 0.004, "search_range_m": 0.004, "hidden_dim": 32}
 
 PLACEMENTS: list[dict[str, Any]] = [
     {"shard_param_frac": frac, "offload_optim_frac": optim, "max_prefetch": prefetch}
@@ -78,7 +77,7 @@ def test_up_to_two_ranks_chunk_sizes_change_no_bit(world_size: int) -> None:
     run_ranks(check_chunk_sizes, world_size, timeout_s=100)
 
 
-TABLE_BYTES = {
+TABLE_BYTES: dict[str, tuple[dict[str, Any], Callable[[int], tuple[float, float]]]] = {
     # settings -> (device, host) bytes per parameter at rest, for N ranks; DESIGN section 10
     "ZeRO-2": ({"shard_param_frac": 0.0}, lambda n: (2 + 12 / n, 0.0)),
     "ZeRO-3": ({}, lambda n: (14 / n, 0.0)),

@@ -4,30 +4,70 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 VOCABULARY = 97
+# Chunks of a few thousand elements, so that small models have many.
+SMALL_CHUNKS: dict[str, Any] = {"min_chunk_size_m": 0.004, "search_range_m": 0.004, "hidden_dim": 32}
 SEQ_LEN = 12
 BATCH_SIZE = 2
+IMAGE_SIZE = 16
+MEL_BINS = 8
+FRAMES = 16
+
+_FAMILIES = {  # classes of the configuration and of the model
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "bert": ("BertConfig", "BertForMaskedLM"),
+    "t5": ("T5Config", "T5ForConditionalGeneration"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "vit": ("ViTConfig", "ViTForImageClassification"),
+    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration"),
+    "mamba": ("MambaConfig", "MambaForCausalLM"),
+}
+FAMILIES = tuple(_FAMILIES)
 
 
 def build_model(kind: str, *, layers: int = 2, width: int = 32) -> PreTrainedModel:
     """Return a model whose values depend on torch's seed alone; dropout is off."""
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    words: dict[str, object] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    depth: dict[str, object] = {"hidden_size": width, "num_hidden_layers": layers}
+    block: dict[str, object] = {**depth, "num_attention_heads": 4, "intermediate_size": 2 * width}
+    starts: dict[str, object] = {"pad_token_id": 0, "decoder_start_token_id": 0}
+    options: dict[str, object] = {}
     if kind == "gpt2":
-        sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": SEQ_LEN, "vocab_size": VOCABULARY}
-        return GPT2LMHeadModel(GPT2Config(**sizes, **ends, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-    if kind == "llama":
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": layers}
-        return LlamaForCausalLM(
-            LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, **heads, **ends)
-        )
-    raise ValueError(f"unknown model {kind!r}")
+        options = {**words, "n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": SEQ_LEN}
+        options |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    elif kind == "llama":
+        options = {**words, **block, "num_key_value_heads": 2}
+    elif kind == "bert":
+        options = {**words, **block, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+        options |= {"max_position_embeddings": SEQ_LEN}
+    elif kind == "t5":
+        options = {"vocab_size": VOCABULARY, "d_model": width, "d_kv": 8, "d_ff": 2 * width, "num_layers": layers}
+        options |= {**starts, "num_heads": 4, "dropout_rate": 0}
+    elif kind == "mixtral":
+        options = {**words, **block, "num_key_value_heads": 2, "num_local_experts": 4}
+    elif kind == "vit":
+        options = {**block, "image_size": IMAGE_SIZE, "patch_size": 8}
+    elif kind == "whisper":
+        options = {**words, **starts, "d_model": width, "num_mel_bins": MEL_BINS}
+        options |= {"max_source_positions": FRAMES // 2, "max_target_positions": SEQ_LEN}
+        for part in ("encoder", "decoder"):
+            options |= {f"{part}_layers": layers, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 2 * width}
+    elif kind == "mamba":
+        options = {**words, **depth, "state_size": 4}
+    config_class, model_class = _FAMILIES[kind]
+    config = getattr(transformers, config_class)(**options)
+    model: PreTrainedModel = getattr(transformers, model_class)(config)
+    return model
 
 
 def seeded_model(kind: str, *, layers: int = 2, width: int = 32) -> PreTrainedModel:
@@ -52,6 +92,24 @@ def lm_loss(model: nn.Module, ids: Tensor) -> Tensor:
     loss = model(input_ids=ids, labels=ids).loss
     assert isinstance(loss, Tensor)
     return loss
+
+
+def inputs_of(kind: str, rank: int, step: int) -> dict[str, Tensor]:
+    """Return what a model of a family is called with, unlike on every rank and in every step."""
+    ids = batch(rank, step)
+    generator = torch.Generator().manual_seed(20_000 * step + rank)
+    if kind == "vit":
+        shape = (BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE)
+        return {"pixel_values": torch.randn(shape, generator=generator), "labels": ids[:, 0] % 2}
+    if kind == "whisper":
+        return {"input_features": torch.randn(BATCH_SIZE, MEL_BINS, FRAMES, generator=generator), "labels": ids}
+    return {"input_ids": ids, "labels": ids}
+
+
+def joint_inputs(kind: str, world_size: int, step: int) -> dict[str, Tensor]:
+    """Return all ranks' inputs in one batch."""
+    parts = [inputs_of(kind, rank, step) for rank in range(world_size)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
