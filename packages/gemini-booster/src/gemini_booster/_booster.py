@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gemini_booster import _checkpoint
 from gemini_booster._gemini_ddp import GeminiDDP
+from gemini_booster._launch import group_of
 from gemini_booster._optimizer import GeminiOptimizer
 from gemini_booster._plugin import GeminiPlugin
 
@@ -76,9 +77,7 @@ class Booster:
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Run backward from a scalar loss, multiplied by the loss scale where the precision needs one."""
-        if not isinstance(optimizer, GeminiOptimizer):
-            raise TypeError(f"optimizer must be the one that boost returned, got {type(optimizer).__name__}.")
-        optimizer.backward(loss)
+        _boosted(optimizer).backward(loss)
 
     def save_model(
         self,
@@ -89,8 +88,11 @@ class Booster:
         prefix: str | None = None,
         size_per_shard: float = 1024,
         use_safetensors: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Save the model's full state; every rank calls it, rank 0 writes.
+
+        Files are put in place once all are written: an error leaves an older checkpoint as it was.
 
         Args:
             model: what `boost` returned.
@@ -100,6 +102,13 @@ class Booster:
             prefix: put before the files' numbers (sharded only).
             size_per_shard: limit of a file in MiB; a larger tensor has a file of its own.
             use_safetensors: safetensors instead of ``torch.save``.
+            dtype: of floating parameters in the files. None saves the working parameters as they are;
+                ``torch.float32`` saves the master weights exactly, which training in 16 bits needs in order to go on
+                bit for bit.
+
+        Raises:
+            OSError: rank 0 could not write; the other ranks raise a RuntimeError that says so.
+            ValueError: a setting is out of its range, or a file is where a folder should be or the reverse.
         """
         _checkpoint.save_model(
             _wrapped(model),
@@ -108,6 +117,7 @@ class Booster:
             prefix=prefix,
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
+            dtype=dtype,
         )
 
     def load_model(self, model: nn.Module, checkpoint: str | os.PathLike[str], *, strict: bool = True) -> None:
@@ -116,15 +126,15 @@ class Booster:
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]) -> None:
         """Save the optimizer's state in torch's format, and the loss scaler's; every rank calls it, rank 0 writes."""
-        _checkpoint.save_optimizer(optimizer, checkpoint)
+        _checkpoint.save_optimizer(_boosted(optimizer), checkpoint)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]) -> None:
         """Load what `save_optimizer` saved, on any number of ranks; every rank calls it."""
-        _checkpoint.load_optimizer(optimizer, checkpoint)
+        _checkpoint.load_optimizer(_boosted(optimizer), checkpoint)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
-        """Save a scheduler's state; rank 0 writes."""
-        _checkpoint.save_on_rank_0(lr_scheduler.state_dict(), checkpoint)
+        """Save a scheduler's state; every rank calls it, rank 0 writes."""
+        _checkpoint.save_on_rank_0(lr_scheduler.state_dict(), checkpoint, group_of(self.plugin.process_group))
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
         """Load a scheduler's state."""
@@ -133,6 +143,12 @@ class Booster:
     def execute_pipeline(self) -> NoReturn:
         """Raise: there is no pipeline parallelism here."""
         raise NotImplementedError("Gemini has no pipeline parallelism; call the model and booster.backward instead.")
+
+
+def _boosted(optimizer: torch.optim.Optimizer) -> GeminiOptimizer:
+    if not isinstance(optimizer, GeminiOptimizer):
+        raise TypeError(f"optimizer must be the one that boost returned, got {type(optimizer).__name__}.")
+    return optimizer
 
 
 def _wrapped(model: nn.Module) -> GeminiDDP:

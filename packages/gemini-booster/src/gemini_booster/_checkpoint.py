@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gemini_booster._gemini_ddp import GeminiDDP
+from gemini_booster._optimizer import GeminiOptimizer
 
 _MIB = 2**20
 _BIN_INDEX = "pytorch_model.bin.index.json"
@@ -30,17 +31,20 @@ def save_model(
     prefix: str | None,
     size_per_shard: float,
     use_safetensors: bool,
+    dtype: torch.dtype | None,
 ) -> None:
     """Save a wrapped model; see `Booster.save_model`."""
     if size_per_shard <= 0:
         raise ValueError(f"size_per_shard must be a positive number of MiB, got {size_per_shard}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating dtype, or None for the working dtype; got {dtype}.")
     path = Path(checkpoint)
     if shard and path.is_file():
         raise ValueError(f"With shard=True the checkpoint is a folder; {str(path)!r} is a file.")
     if not shard and path.is_dir():
         raise ValueError(f"With shard=False the checkpoint is a file; {str(path)!r} is a folder.")
     writer = _is_writer(model.process_group)
-    entries = _entries(model, skip_ties=use_safetensors)
+    entries = _entries(model, dtype, skip_ties=use_safetensors)
     with _report_to_all(model.process_group):
         try:
             if shard:
@@ -49,19 +53,20 @@ def save_model(
                 state = {name: value.cpu() for name, value in entries if writer}
                 if writer:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    _write(state, path, use_safetensors)
+                    with _replacing(path) as temporary:
+                        _write(state, temporary, use_safetensors)
         except Exception:
             for _ in entries:  # the other ranks still gather: leaving them would hang them
                 pass
             raise
 
 
-def _entries(model: GeminiDDP, *, skip_ties: bool) -> Iterator[tuple[str, Tensor]]:
+def _entries(model: GeminiDDP, dtype: torch.dtype | None, *, skip_ties: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield names and full values; a tied parameter once where the format cannot share and the model ties by itself."""
     ties_itself = skip_ties and bool(getattr(model.unwrap(), "_tied_weights_keys", None))
     state = model.unwrap().state_dict(keep_vars=True)
     seen: dict[Tensor, Tensor] = {}
-    for name, value in model.named_full_values():
+    for name, value in model.named_full_values() if dtype is None else model.named_master_values(dtype):
         entry = state[name]
         if isinstance(entry, nn.Parameter) and entry in seen:
             if not ties_itself:
@@ -93,46 +98,46 @@ def _save_folder(
     files: list[str] = []
     state: dict[str, Tensor] = {}
     state_bytes = total_bytes = 0
+    name = _SAFE_INDEX if use_safetensors else _BIN_INDEX
+    if prefix:
+        name = name.replace("model.", f"model.{prefix}.", 1)
+    with contextlib.ExitStack() as written:  # nothing is put in place before all of it is written
 
-    def flush() -> None:
-        nonlocal state, state_bytes
-        if state:
-            files.append(f"{stem}-{len(files) + 1:05d}{suffix}")
-            weight_map.update(dict.fromkeys(state, files[-1]))
-            _write(state, folder / files[-1], use_safetensors)
-            state, state_bytes = {}, 0
+        def flush() -> None:
+            nonlocal state, state_bytes
+            if state:
+                files.append(f"{stem}-{len(files) + 1:05d}{suffix}")
+                weight_map.update(dict.fromkeys(state, files[-1]))
+                _write(state, written.enter_context(_replacing(folder / files[-1])), use_safetensors)
+                state, state_bytes = {}, 0
 
-    for name, value in entries:
-        if not writer:
-            continue
-        if state_bytes + value.nbytes > limit:
-            flush()
-        state[name] = value.cpu()
-        state_bytes += value.nbytes
-        total_bytes += value.nbytes
-    if not writer:
-        return
-    flush()
+        index = written.enter_context(_replacing(folder / name)) if writer else None
+        for entry, value in entries:
+            if index is None:
+                continue
+            if state_bytes + value.nbytes > limit:
+                flush()
+            state[entry] = value.cpu()
+            state_bytes += value.nbytes
+            total_bytes += value.nbytes
+        if index is None:
+            return
+        flush()
+        content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        index.write_text(json.dumps(content, indent=2))
     for part in ("config", "generation_config"):  # what a transformers model has beside its weights
         save = getattr(getattr(model.unwrap(), part, None), "save_pretrained", None)
         if save is not None:
             save(folder)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    name = _SAFE_INDEX if use_safetensors else _BIN_INDEX
-    if prefix:
-        name = name.replace("model.", f"model.{prefix}.", 1)
-    with _replacing(folder / name) as temporary:
-        temporary.write_text(json.dumps(index, indent=2))
     for stale in set(folder.glob(f"{stem}-?????{suffix}")) - {folder / file for file in files}:
         stale.unlink()
 
 
 def _write(state: dict[str, Tensor], path: Path, use_safetensors: bool) -> None:
-    with _replacing(path) as temporary:
-        if use_safetensors:
-            save_file({name: value.contiguous() for name, value in state.items()}, temporary, metadata={"format": "pt"})
-        else:
-            torch.save(state, temporary)
+    if use_safetensors:
+        save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"format": "pt"})
+    else:
+        torch.save(state, path)
 
 
 @contextlib.contextmanager
@@ -222,20 +227,22 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
-def save_optimizer(optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]) -> None:
+def save_optimizer(optimizer: GeminiOptimizer, checkpoint: str | os.PathLike[str]) -> None:
     """Save an optimizer's full state; see `Booster.save_optimizer`."""
-    save_on_rank_0(optimizer.state_dict(), checkpoint)
+    save_on_rank_0(optimizer.state_dict(), checkpoint, optimizer.module.process_group)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]) -> None:
+def load_optimizer(optimizer: GeminiOptimizer, checkpoint: str | os.PathLike[str]) -> None:
     """Load an optimizer's full state; see `Booster.load_optimizer`."""
     optimizer.load_state_dict(torch.load(checkpoint, weights_only=True, mmap=True))
 
 
-def save_on_rank_0(state: dict[str, Any], checkpoint: str | os.PathLike[str]) -> None:
-    """Write a state from rank 0; an error there is raised on every rank."""
-    with _report_to_all(None):
-        if _is_writer(None):
+def save_on_rank_0(
+    state: dict[str, Any], checkpoint: str | os.PathLike[str], process_group: dist.ProcessGroup | None
+) -> None:
+    """Write a state from rank 0 of a group, None for a single rank; an error there is raised on every rank."""
+    with _report_to_all(process_group):
+        if _is_writer(process_group):
             path = Path(checkpoint)
             path.parent.mkdir(parents=True, exist_ok=True)
             with _replacing(path) as temporary:
@@ -243,7 +250,7 @@ def save_on_rank_0(state: dict[str, Any], checkpoint: str | os.PathLike[str]) ->
 
 
 def _is_writer(process_group: dist.ProcessGroup | None) -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank(process_group) == 0
+    return process_group is None or dist.get_rank(process_group) == 0
 
 
 @contextlib.contextmanager
@@ -254,7 +261,7 @@ def _report_to_all(process_group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
+    if process_group is not None:
         message = [None if error is None else f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(message, group=process_group, group_src=0)
         if error is None and message[0] is not None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini_booster._launch import check_world_size
+from gemini_booster._launch import check_world_size, group_of
+from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
 from gemini_booster._shards import ChunkShard
-from gemini_booster._units import Precision, compute_dtype, to_bytes
-from gemini_chunk import Chunk, ChunkManager, Tier, TierName, device_tier, disk_tier, host_tier
+from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
 from gemini_ddp import ZeroDDP
 from gemini_lazy import forget, is_lazy, materialize, materialize_value
 from gemini_placement import (
@@ -29,10 +32,11 @@ from gemini_search import ChunkConfiguration, search_chunk_configuration
 
 logger = logging.getLogger("gemini_booster")
 
-PolicyName = Literal["static", "auto"]
 _ChunkT = TypeVar("_ChunkT", bound=ChunkFacts)
 
 _DEFAULT_HIDDEN_DIM = 1024
+# Modules whose parameters were taken into chunks. That lasts: a wrapper that is detached leaves them there.
+_wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Planner(Generic[_ChunkT]):
@@ -85,8 +89,10 @@ class GeminiDDP(ZeroDDP[Chunk]):
         verbose: log the packing and the placement on rank 0.
 
     Raises:
-        ValueError: a setting is out of its range; the message says what is allowed.
-        RuntimeError: the process group is not the one that the launcher announced.
+        ValueError: a setting is out of its range, or the module is wrapped already or has no values; the message says
+            what is allowed.
+        RuntimeError: the process group is not the one that the launcher announced, another rank failed, or the ranks
+            have unlike models or settings.
         gemini_placement.PlacementError: the model states do not fit the capacities.
     """
 
@@ -117,51 +123,48 @@ class GeminiDDP(ZeroDDP[Chunk]):
         process_group: dist.ProcessGroup | None = None,
         verbose: bool = False,
     ) -> None:
-        dtype = compute_dtype(precision)
-        policy: StaticPlacementPolicy | AutoPlacementPolicy
-        if placement_policy == "static":
-            policy = StaticPlacementPolicy(
+        check_world_size(process_group)
+        group = group_of(process_group)
+        with _agreement(group) as facts:
+            dtype = compute_dtype(precision)
+            policy = make_policy(
+                placement_policy,
                 shard_param_frac=shard_param_frac,
                 offload_optim_frac=offload_optim_frac,
                 offload_param_frac=offload_param_frac,
-                max_prefetch=max_prefetch,
-            )
-        elif placement_policy == "auto":
-            policy = AutoPlacementPolicy(
                 warmup_non_model_data_ratio=warmup_non_model_data_ratio,
                 steady_cuda_cap_ratio=steady_cuda_cap_ratio,
                 max_prefetch=max_prefetch,
             )
-        else:
-            raise ValueError(f"placement_policy must be 'static' or 'auto', got {placement_policy!r}.")
-        device = device_tier(capacity=_device_capacity(policy, device_capacity, memstats))
-        host = host_tier(to_bytes(host_capacity, "host_capacity"), pin_memory=pin_memory)
-        disk = None if offload_directory is None else disk_tier(offload_directory)
-        check_world_size(process_group)
-        manager = ChunkManager(device=device, host=host, disk=disk, process_group=process_group)
-        search = partial(
-            search_chunk_configuration,
-            world_size=manager.world_size,
-            hidden_dim=_DEFAULT_HIDDEN_DIM if hidden_dim is None else hidden_dim,
-            search_range_m=search_range_m,
-            min_chunk_size_m=min_chunk_size_m,
-        )
-        _check_meta(module)
-        order = [] if memstats is None else list(memstats.param_order)
-        for trainable in (True, False):
-            for group_dtype, params in _groups(module, trainable, dtype, order).items():
-                sizes = {name: param.numel() for name, param in params.items()}
-                given = chunk_configuration if trainable else None
-                _add_chunks(
-                    manager, params, group_dtype, given or search(sizes), trainable, enable_gradient_accumulation
-                )
-        placement = policy.place(
-            manager.chunks,
-            capacities={name: tier.capacity for name, tier in manager.tiers.items()},
-            world_size=manager.world_size,
-        )
-        self.process_group = _group(process_group, manager.world_size)
-        _check_alike(self.process_group, placement.digest)
+            _check_fresh(module)
+            device = device_tier(capacity=_device_capacity(policy, device_capacity, memstats))
+            host = host_tier(to_bytes(host_capacity, "host_capacity"), pin_memory=pin_memory)
+            disk = None if offload_directory is None else disk_tier(offload_directory)
+            manager = ChunkManager(device=device, host=host, disk=disk, process_group=process_group)
+            search = partial(
+                search_chunk_configuration,
+                world_size=manager.world_size,
+                hidden_dim=_DEFAULT_HIDDEN_DIM if hidden_dim is None else hidden_dim,
+                search_range_m=search_range_m,
+                min_chunk_size_m=min_chunk_size_m,
+                group_by=_module_of,  # a module whose parameters lie in one chunk needs one
+            )
+            order = [] if memstats is None else list(memstats.param_order)
+            for trainable in (True, False):
+                for group_dtype, params in _groups(module, trainable, dtype, order).items():
+                    sizes = {name: param.numel() for name, param in params.items()}
+                    given = chunk_configuration if trainable else None
+                    _add_chunks(
+                        manager, params, group_dtype, given or search(sizes), trainable, enable_gradient_accumulation
+                    )
+            placement = policy.place(
+                manager.chunks,
+                capacities={name: tier.capacity for name, tier in manager.tiers.items()},
+                world_size=manager.world_size,
+            )
+            facts += [placement.digest, *(_fingerprint(chunk) for chunk in manager.chunks)]
+            facts += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
+        _wrapped.update(_owners(module))
         states: dict[Chunk, Tier] = {}
         for chunk in manager.chunks:
             place = placement.of(chunk)
@@ -170,7 +173,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             manager.close(chunk, rest=place.param_tier, master=master, keep_gathered=place.keep_gathered)
             for info in chunk.tensors:
                 forget(info.tensor)
-        _settle_buffers(module, device.device)
+        _settle_buffers(module, device.device, manager.collectives)
         planner = _Planner(policy, placement)
         super().__init__(
             module,
@@ -180,6 +183,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             scales_loss=precision == "fp16",
             force_outputs_fp32=force_outputs_fp32,
         )
+        self.process_group = group
         self.precision = precision
         self.chunk_manager = manager
         self.plans = planner.plans
@@ -187,6 +191,19 @@ class GeminiDDP(ZeroDDP[Chunk]):
         self.shards: Sequence[ChunkShard] = [ChunkShard(c, states[c]) for c in manager.chunks if c.trainable]
         if verbose and manager.collectives.rank == 0:
             logger.info("%s\n%s", manager.describe(), placement.describe())
+
+    def named_master_values(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield like `named_full_values`, but the master weights of trainable parameters.
+
+        Args:
+            dtype: what floating parameters are cast to; in ``torch.float32`` master weights are exact.
+        """
+        for name, entry in self.module.state_dict(keep_vars=True).items():
+            if not (isinstance(entry, nn.Parameter) and entry in self.chunk_manager):
+                yield name, entry.detach()
+                continue
+            value = self.chunk_manager.full_master(entry)
+            yield name, value.to(dtype) if value.is_floating_point() else value
 
 
 def _device_capacity(
@@ -212,6 +229,10 @@ def _groups(
     return groups
 
 
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 def _add_chunks(
     manager: ChunkManager,
     params: Mapping[str, nn.Parameter],
@@ -230,41 +251,64 @@ def _add_chunks(
         )
 
 
-def _check_meta(module: nn.Module) -> None:
+def _owners(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.modules() if next(child.parameters(recurse=False), None) is not None]
+
+
+def _check_fresh(module: nn.Module) -> None:
+    """Refuse a module whose parameters have no values, or have been taken into chunks already."""
+    if isinstance(module, ZeroDDP) or not _wrapped.isdisjoint(_owners(module)):
+        raise ValueError(f"This {type(module).__name__}, or a part of it, is wrapped already; wrap a module once.")
     meta = [name for name, param in module.named_parameters() if param.is_meta]
     if meta:
         raise ValueError(
             f"{len(meta)} parameters are on the meta device and have no values, among them {meta[0]!r}. Build the "
             "model under gemini_lazy.LazyInitContext() to defer its memory."
         )
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"This {type(module).__name__} has no parameters: there is nothing to shard.")
 
 
-def _settle_buffers(module: nn.Module, device: torch.device) -> None:
-    """Give buffers their values, on the compute device, in their own dtype; rotary tables must not be rounded."""
+def _settle_buffers(module: nn.Module, device: torch.device, collectives: Collectives) -> None:
+    """Give buffers rank 0's values, on the compute device, in their own dtype; rotary tables must not be rounded."""
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 if is_lazy(buffer):
                     materialize(buffer)
-                child._buffers[name] = buffer.to(device)
+                settled = child._buffers[name] = buffer.to(device)
+                flat = settled.reshape(-1)
+                collectives.broadcast(flat.view(torch.uint8))  # not every backend knows every dtype
+                settled.data = flat.view(settled.shape)  # the same memory, unless it had gaps or was expanded
 
 
-def _group(process_group: dist.ProcessGroup | None, world_size: int) -> dist.ProcessGroup | None:
-    """Return the group to communicate in, or None for a single rank."""
-    if world_size == 1:
-        return None
-    return dist.group.WORLD if process_group is None else process_group
+def _fingerprint(chunk: Chunk) -> str:
+    tensors = [(info.name, tuple(info.shape)) for info in chunk.tensors]
+    return f"{chunk.name} {chunk.numel} {chunk.dtype} {chunk.trainable} {chunk.accumulates} {tensors}"
 
 
-def _check_alike(process_group: dist.ProcessGroup | None, digest: str) -> None:
-    """Raise on every rank if the ranks have planned differently, as they do for unlike models or settings."""
-    if process_group is None:
-        return
-    digests: list[str | None] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(digests, digest, group=process_group)
-    unlike = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if unlike:
-        raise RuntimeError(
-            f"Ranks {unlike} placed the model's chunks unlike rank 0. Every rank must build the same model and give "
-            "the same settings."
-        )
+@contextlib.contextmanager
+def _agreement(process_group: dist.ProcessGroup | None) -> Iterator[list[str]]:
+    """Let what goes wrong on one rank be raised on every rank, and so if ranks leave unlike facts in the list."""
+    facts: list[str] = []
+    error: Exception | None = None
+    try:
+        yield facts
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    if process_group is not None:
+        digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+        mine = (digest, None if error is None else f"{type(error).__name__}: {error}")
+        everyones = [mine] * dist.get_world_size(process_group)
+        dist.all_gather_object(everyones, mine, group=process_group)
+        unlike = [rank for rank, (other, _) in enumerate(everyones) if other != everyones[0][0]]
+        failed = [(rank, text) for rank, (_, text) in enumerate(everyones) if text is not None]
+        if error is None and failed:
+            error = RuntimeError(f"Rank {failed[0][0]} could not wrap the model: {failed[0][1]}")
+        elif error is None and unlike:
+            error = RuntimeError(
+                f"Ranks {unlike} have chunks unlike those of rank 0. Every rank must build the same model and give the "
+                "same settings."
+            )
+    if error is not None:
+        raise error

@@ -58,3 +58,10 @@ def check_world_size(process_group: dist.ProcessGroup | None) -> None:
             f"The launcher announced WORLD_SIZE={announced}, but the process group has {actual} rank(s). Call "
             "gemini_booster.launch_from_torch() first, or pass the process group to use."
         )
+
+
+def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group to communicate in, or None for a single rank."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
+        return None
+    return dist.group.WORLD if process_group is None else process_group

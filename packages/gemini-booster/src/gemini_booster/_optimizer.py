@@ -44,6 +44,7 @@ class GeminiOptimizer(ZeroOptimizer):
     ) -> None:
         if not isinstance(module, GeminiDDP):
             raise TypeError(f"module must be a GeminiDDP, got {type(module).__name__}. Wrap the model first.")
+        self.module = module
         super().__init__(
             optim,
             module,

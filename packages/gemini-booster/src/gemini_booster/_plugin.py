@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,15 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from gemini_booster._gemini_ddp import GeminiDDP, PolicyName
+from gemini_booster._gemini_ddp import GeminiDDP
 from gemini_booster._optimizer import GeminiOptimizer
-from gemini_booster._units import Precision
+from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
+from gemini_optim import DynamicLossScaler
 from gemini_placement import MemStats
 from gemini_search import ChunkConfiguration
 
 _SampleT = TypeVar("_SampleT", covariant=True)
 
-_OPTIMIZER_SETTINGS = (
+_SCALER_SETTINGS = (
     "initial_scale",
     "min_scale",
     "max_scale",
@@ -29,9 +29,8 @@ _OPTIMIZER_SETTINGS = (
     "backoff_factor",
     "growth_interval",
     "hysteresis",
-    "max_norm",
-    "norm_type",
 )
+_OPTIMIZER_SETTINGS = (*_SCALER_SETTINGS, "max_norm", "norm_type")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +38,10 @@ class GeminiPlugin:
     """Settings of a `Booster`: those of `GeminiDDP` and `GeminiOptimizer` under the same names.
 
     See `GeminiDDP` for what concerns the model and `GeminiOptimizer` for loss scaling and clipping.
+
+    Raises:
+        ValueError: a setting is unknown or out of its range; the message says what is allowed.
+        TypeError: a setting has the wrong type.
     """
 
     precision: Precision = "fp16"
@@ -73,6 +76,21 @@ class GeminiPlugin:
     norm_type: float = 2.0
     verbose: bool = False
 
+    def __post_init__(self) -> None:
+        compute_dtype(self.precision)
+        make_policy(
+            self.placement_policy,
+            shard_param_frac=self.shard_param_frac,
+            offload_optim_frac=self.offload_optim_frac,
+            offload_param_frac=self.offload_param_frac,
+            warmup_non_model_data_ratio=self.warmup_non_model_data_ratio,
+            steady_cuda_cap_ratio=self.steady_cuda_cap_ratio,
+            max_prefetch=self.max_prefetch,
+        )
+        to_bytes(self.device_capacity, "device_capacity")
+        to_bytes(self.host_capacity, "host_capacity")
+        DynamicLossScaler(**{name: getattr(self, name) for name in _SCALER_SETTINGS})
+
     def wrap_model(self, model: nn.Module) -> GeminiDDP:
         """Return the wrapped model."""
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -103,7 +121,7 @@ class GeminiPlugin:
             dataset: the same on every rank.
             batch_size: samples a rank takes at a time.
             shuffle: draw in a new order each epoch (``loader.sampler.set_epoch(epoch)``), alike on all ranks.
-            seed: of that order, and with the rank and the worker's number of each worker's generators.
+            seed: of that order, and with the rank of the generators of each worker, anew in each epoch.
             drop_last: leave out samples that do not fill a batch on every rank.
             pin_memory: page-lock the batches.
             num_workers: processes that load.
@@ -123,19 +141,6 @@ class GeminiPlugin:
             pin_memory=pin_memory,
             num_workers=num_workers,
             collate_fn=collate_fn,
-            worker_init_fn=_SeedWorker(seed, rank, num_workers) if num_workers else None,
+            # Workers are seeded from this in each epoch: one seed for all ranks would repeat augmentations.
+            generator=torch.Generator().manual_seed(seed + rank),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _SeedWorker:
-    """Seeds each worker of each rank differently: one seed for all would give all the same augmentations."""
-
-    seed: int
-    rank: int
-    num_workers: int
-
-    def __call__(self, worker: int) -> None:
-        own = self.seed + self.rank * self.num_workers + worker
-        random.seed(own)
-        torch.manual_seed(own)

@@ -1,4 +1,4 @@
-"""Settings that people write in words: precisions and amounts of memory."""
+"""What settings mean: precisions and amounts of memory written in words, and the policy that the keywords choose."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Literal
 
 import torch
 
+from gemini_placement import AutoPlacementPolicy, StaticPlacementPolicy
+
 Precision = Literal["fp16", "bf16", "fp32"]
+PolicyName = Literal["static", "auto"]
 
 PRECISIONS: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -42,3 +45,35 @@ def to_bytes(amount: int | str | None, what: str) -> int | None:
             f"KiB, MiB, GiB or TiB; got {amount!r}."
         )
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def make_policy(
+    name: str,
+    *,
+    shard_param_frac: float,
+    offload_optim_frac: float,
+    offload_param_frac: float,
+    warmup_non_model_data_ratio: float,
+    steady_cuda_cap_ratio: float,
+    max_prefetch: int,
+) -> StaticPlacementPolicy | AutoPlacementPolicy:
+    """Return the policy that the keywords of `GeminiDDP` describe.
+
+    Raises:
+        ValueError: the name is unknown or a share is out of its range.
+        TypeError: ``max_prefetch`` is no int.
+    """
+    if name == "static":
+        return StaticPlacementPolicy(
+            shard_param_frac=shard_param_frac,
+            offload_optim_frac=offload_optim_frac,
+            offload_param_frac=offload_param_frac,
+            max_prefetch=max_prefetch,
+        )
+    if name == "auto":
+        return AutoPlacementPolicy(
+            warmup_non_model_data_ratio=warmup_non_model_data_ratio,
+            steady_cuda_cap_ratio=steady_cuda_cap_ratio,
+            max_prefetch=max_prefetch,
+        )
+    raise ValueError(f"placement_policy must be 'static' or 'auto', got {name!r}.")
