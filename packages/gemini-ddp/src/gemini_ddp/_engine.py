@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gemini_ddp._errors import ZeroDDPError
-from gemini_ddp._outside import OutsideUses
+from gemini_ddp._outside import ParameterReads
 from gemini_ddp._schedule import RecordedAccess, RecordedTrace, Schedule
-from gemini_ddp._scopes import Call, Scope, find_scopes
+from gemini_ddp._scopes import Call, Layout, Scope, find_scopes
 from gemini_ddp._tensors import walk_tensors
 from gemini_ddp.interfaces import ChunkStore, Phase, Planner
 
@@ -33,6 +33,15 @@ class _Run(Generic[ChunkT]):
     recording: list[_Key] | None = None
 
 
+@dataclass(slots=True)
+class _Use:
+    """A scope that is being called: the parameters begun for it, and the operations seen to read them."""
+
+    scope: Scope
+    params: list[nn.Parameter]
+    readers: dict[torch.autograd.graph.Node, None] = field(default_factory=dict)
+
+
 class Engine(Generic[ChunkT]):
     """Runs a module whose parameters lie in a chunk store.
 
@@ -42,9 +51,15 @@ class Engine(Generic[ChunkT]):
     tensor, and leaves it once the gradients of its parameters have arrived.
 
     [Note: Uses outside the owner]
-    A parameter may be read by another module than its owner. The first pass in each mode runs under a
-    ``TorchFunctionMode`` that sees such reads and adds the parameter to the innermost active scope for good; later
-    passes run without it. Should one be missed, its placeholder's NaN shows in the loss.
+    A parameter, or a view of it, may be read by another module than its owner. The first pass in each mode runs under
+    a ``TorchFunctionMode`` that sees such reads and adds the parameter to the innermost active scope for good; later
+    passes run without it and see only what a module returns. Should a read be missed, for instance in a branch that
+    the first pass did not take, the placeholder's NaN shows in the loss.
+
+    [Note: Hidden outputs]
+    A module may hand on results in an object that cannot be searched, or leave them in an attribute. The first pass
+    also hooks each operation that reads a parameter: when backward reaches one whose scope it has not entered, it
+    enters it there, and from then on that scope keeps its parameters gathered from forward to the end of backward.
 
     [Note: Recompute]
     Activation checkpointing calls modules again inside backward. Such a call gathers like any other, but what it
@@ -65,15 +80,17 @@ class Engine(Generic[ChunkT]):
         self._scales_loss = scales_loss
         self._announced = False
         self._scopes = find_scopes(module, store.__contains__)
-        self._root = self._scopes[module]
+        self._layout = Layout(module, self._scopes, store.__contains__)
         self._scopes_of: dict[Tensor, list[Scope]] = {}
-        self._stack: list[tuple[Scope, list[nn.Parameter]]] = []
+        self._stack: list[_Use] = []
         self._active: dict[Scope, tuple[nn.Parameter, ...]] = {}
+        self._recomputed: dict[Scope, None] = {}
         self._idle: dict[ChunkT, None] = {}
         self._schedules: dict[_Mode, Schedule[ChunkT]] = {}
         self._run: _Run[ChunkT] = _Run(None)
         self._suspended: _Run[ChunkT] | None = None
-        self._watch: OutsideUses | None = None
+        self._watch: ParameterReads | None = None
+        self._memory: dict[int, list[tuple[int, int, nn.Parameter]]] = {}
         self._in_backward = False
         self._ordered = False
         self._handles = [handle for child, scope in self._scopes.items() for handle in self._hook(child, scope)]
@@ -100,16 +117,30 @@ class Engine(Generic[ChunkT]):
         finally:
             self._announced = False
 
+    @contextlib.contextmanager
+    def unwinding(self) -> Iterator[None]:
+        """Leave every scope that an exception left: torch calls no hooks after a KeyboardInterrupt."""
+        depth = len(self._stack)
+        try:
+            yield
+        except BaseException:
+            while len(self._stack) > depth:
+                self._leave(self._stack[-1].scope, (), {}, None)
+            raise
+
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _hook(self, module: nn.Module, scope: Scope) -> Iterator[Any]:
         enter, leave = _weak(self._enter), _weak(self._leave)
 
+        # What the store does with its buffers is not the model's reading of them.
         def before(called: nn.Module, _: tuple[object, ...]) -> None:
-            enter(scope, called)
+            with torch._C.DisableTorchFunction():
+                enter(scope, called)
 
         def after(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-            leave(scope, args, kwargs, output)
+            with torch._C.DisableTorchFunction():
+                leave(scope, args, kwargs, output)
 
         yield module.register_forward_pre_hook(before, prepend=True)
         # Also after an exception, and after recompute that stops early: a scope that was entered is always left.
@@ -117,34 +148,42 @@ class Engine(Generic[ChunkT]):
 
     def _enter(self, scope: Scope, module: nn.Module) -> None:
         recompute = _in_autograd()
-        if scope.is_root and not recompute and not self._stack:
+        if scope.is_root and not recompute and (self._in_backward or not self._stack):
             self._start_pass(module.training)
         params = list(scope.params)
         if not (recompute and scope.in_backward):
             self._access(scope, "backward" if recompute else "forward")
         self._store.begin_use(params)
-        self._stack.append((scope, params))
+        self._stack.append(_Use(scope, params))
+        if self._watch is not None:
+            self._remember_memory(params)
 
     def _leave(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-        if not self._stack or self._stack[-1][0] is not scope:
+        if not self._stack or self._stack[-1].scope is not scope:
             return  # entering failed, so nothing was begun
-        _, params = self._stack.pop()
+        use = self._stack.pop()
+        params = use.params
+        tensors = list(walk_tensors(output))
+        if self._stack:
+            self._pin_what_escapes(tensors)
         recompute = _in_autograd()
         if recompute and torch.is_grad_enabled() and not scope.in_backward:
             self._start_scope_backward(scope, begun=params)
-        else:
+            self._recomputed[scope] = None
+        elif not (scope.hides_outputs and torch.is_grad_enabled() and not recompute and output is not None):
             self._store.end_use(params, in_backward=recompute)
             self._let_go(params)
         if torch.is_grad_enabled() and output is not None:
-            self._hook_outputs(scope, args, kwargs, output)
+            self._hook_outputs(use, args, kwargs, tensors)
         if scope.is_root and not recompute and not self._stack:
             self._finish_pass(failed=output is None)
 
     def _start_pass(self, training: bool) -> None:
         """Begin the model's forward."""
-        if self._in_backward:  # the last backward never came to its end
-            self.reset()
+        self.end_interrupted_step()
         mode = (training, torch.is_grad_enabled())
+        if mode[1]:
+            self._layout.check()
         if self._run.mode is None or not mode[1]:
             if self._run.mode is not None:  # an evaluation between a step's forward and its backward
                 self._suspended = self._run
@@ -153,14 +192,12 @@ class Engine(Generic[ChunkT]):
                 schedule.rewind()
             self._run = _Run(mode, schedule, [] if schedule is None else None)
         if self._run.recording is not None:
-            self._watch = OutsideUses(self._store.__contains__, self._use_outside)
+            self._watch = ParameterReads(self._before_read, self._after_read)
             self._watch.__enter__()  # type: ignore[no-untyped-call] # torch's mode is untyped
 
     def _finish_pass(self, *, failed: bool) -> None:
         """End the model's forward; without gradients, or after an error, that is the end of the step."""
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch's mode is untyped
-            self._watch = None
+        self._stop_watching()
         if failed:
             self._run.recording = None
         if failed or self._run.mode is None or not self._run.mode[1]:
@@ -168,23 +205,76 @@ class Engine(Generic[ChunkT]):
             self._idle.clear()
             self._store.rest()
 
-    def _use_outside(self, param: Tensor) -> None:
-        """Pin a parameter that a torch function reads to the innermost active scope."""
-        if not self._stack or not isinstance(param, nn.Parameter):
-            return
-        if any(param is used for _, params in self._stack for used in params):
-            return
-        scope, params = self._stack[-1]
-        scope.add(param)
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch's mode is untyped
+            self._watch = None
+            self._memory.clear()
+
+    def _before_read(self, tensor: Tensor) -> _Use | None:
+        """Return the active use of the parameter that a torch function reads; pin it to the innermost if none did."""
+        param = self._parameter_of(tensor)
+        if param is None or not self._stack:
+            return None
+        return self._pin(param)
+
+    def _pin(self, param: nn.Parameter) -> _Use:
+        """Return the active use of a parameter; where there is none, make it one of the innermost scope for good."""
+        for use in reversed(self._stack):
+            if any(param is used for used in use.params):
+                return use
+        use = self._stack[-1]
+        use.scope.add(param)
         self._scopes_of.clear()
         self._idle.pop(self._store.chunk_of(param), None)
         self._store.begin_use((param,))
-        params.append(param)
+        use.params.append(param)
+        if self._watch is not None:
+            self._remember_memory((param,))
+        return use
+
+    def _pin_what_escapes(self, tensors: Sequence[Tensor]) -> None:
+        """Let the calling scope use the parameters that a module returned, or returned views of."""
+        for tensor in tensors:
+            base = tensor._base if tensor._is_view() else tensor
+            if isinstance(base, nn.Parameter) and base in self._store:
+                self._pin(base)
+
+    def _after_read(self, use: _Use, result: object) -> None:
+        if use.scope.value_in_backward and torch.is_grad_enabled():
+            use.readers.update((node, None) for tensor in walk_tensors(result) for node in _grad_fns(tensor))
+
+    def _parameter_of(self, tensor: Tensor) -> nn.Parameter | None:
+        """Return the managed parameter that a tensor is or shares memory with."""
+        if isinstance(tensor, nn.Parameter):
+            return tensor if tensor in self._store else None
+        if tensor.layout != torch.strided:
+            return None
+        start = tensor.storage_offset()
+        for first, end, param in self._memory.get(tensor.untyped_storage()._cdata, ()):
+            if first <= start < end:
+                return param
+        return None
+
+    def _remember_memory(self, params: Sequence[nn.Parameter]) -> None:
+        """Note where parameters lie that are valid now, so that views of them are known by their place."""
+        for param in params:
+            start = param.storage_offset()
+            places = self._memory.setdefault(param.untyped_storage()._cdata, [])
+            if not any(param is known for _, _, known in places):
+                places.append((int(start), int(start) + param.numel(), param))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _hook_outputs(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-        nodes = {node: None for tensor in walk_tensors(output) for node in _grad_fns(tensor)}
+    def _hook_outputs(
+        self, use: _Use, args: tuple[object, ...], kwargs: dict[str, object], tensors: Sequence[Tensor]
+    ) -> None:
+        scope = use.scope
+        nodes = {node: None for tensor in tensors for node in _grad_fns(tensor)}
+        begin_hidden = _weak(self._on_hidden_gradient)
+        for node in use.readers:
+            if node not in nodes:
+                node.register_prehook(lambda _: begin_hidden(scope))
         if not nodes or not (scope.params or scope.is_root):
             return
         call: Call | None = None
@@ -203,14 +293,21 @@ class Engine(Generic[ChunkT]):
 
     def _on_output_gradient(self, scope: Scope, call: Call | None) -> None:
         if not self._in_backward:
+            self._refuse_second_derivatives()
             self._start_backward()
         if call is not None and call.inputs_left > 0:
             scope.calls.add(call)
+        self._recomputed.pop(scope, None)
         if not scope.in_backward and scope.params:
             self._access(scope, "backward")
             params = scope.params if scope.value_in_backward else ()
             self._store.begin_use(params)
             self._start_scope_backward(scope, begun=params)
+
+    def _on_hidden_gradient(self, scope: Scope) -> None:
+        if not scope.in_backward:
+            scope.hides_outputs = True
+            self._on_output_gradient(scope, None)
 
     def _start_scope_backward(self, scope: Scope, begun: Sequence[nn.Parameter]) -> None:
         """Let a scope's backward begin; what was begun to be used stays in use until it is over."""
@@ -234,6 +331,7 @@ class Engine(Generic[ChunkT]):
     def _end_scope_backward(self, scope: Scope) -> None:
         scope.in_backward = False
         scope.waiting.clear()
+        self._recomputed.pop(scope, None)
         params = self._active.pop(scope)
         self._store.end_use(params, in_backward=True)
         self._let_go(params)
@@ -243,6 +341,7 @@ class Engine(Generic[ChunkT]):
         if gradient is None:
             return
         if not self._in_backward:
+            self._refuse_second_derivatives()
             self._start_backward()
         for scope in self._users(param):
             scope.waiting.discard(param)
@@ -256,6 +355,14 @@ class Engine(Generic[ChunkT]):
                 for used in scope.params:
                     self._scopes_of.setdefault(used, []).append(scope)
         return self._scopes_of[param]
+
+    def _refuse_second_derivatives(self) -> None:
+        if torch.is_grad_enabled():
+            self._finish_run()
+            raise ZeroDDPError(
+                "Backward with create_graph=True is not supported: second derivatives would read parameters after "
+                "they were released."
+            )
 
     def _start_backward(self) -> None:
         if self._scales_loss and not self._announced:
@@ -275,6 +382,7 @@ class Engine(Generic[ChunkT]):
         for scope in self._scopes.values():
             scope.calls.clear()
         self._active.clear()
+        self._recomputed.clear()
         self._idle.clear()
         self._store.finish_backward()
         if not self._ordered:
@@ -297,12 +405,32 @@ class Engine(Generic[ChunkT]):
             if prefetch is None or not self._keeps(chunk):
                 self._store.release(chunk)
                 del self._idle[chunk]
+        if not self._store.has_room((*chunks, *(prefetch or ()))):
+            prefetch = ()
+            self._make_room(chunks)
         for chunk in (*chunks, *(prefetch or ())):
             self._store.start_gather(chunk)
         for chunk in chunks:
             self._idle.pop(chunk, None)
         for chunk in prefetch or ():
             self._idle.setdefault(chunk)
+
+    def _make_room(self, chunks: tuple[ChunkT, ...]) -> None:
+        """Give back what is gathered ahead of its use, and then what recompute holds for the backward that follows.
+
+        That is safe, for backward enters such a scope once more and gathers again; it costs those gathers.
+        """
+        self._release_idle(chunks)
+        for scope in list(self._recomputed):
+            if self._store.has_room(chunks):
+                return
+            self._end_scope_backward(scope)
+            self._release_idle(chunks)
+
+    def _release_idle(self, chunks: tuple[ChunkT, ...]) -> None:
+        for chunk in [idle for idle in self._idle if idle not in chunks]:
+            self._store.release(chunk)
+            del self._idle[chunk]
 
     def _let_go(self, params: Sequence[nn.Parameter]) -> None:
         """Release the chunks of a use that is over, or leave them idle where the next access may want them."""
@@ -328,14 +456,21 @@ class Engine(Generic[ChunkT]):
             self._schedules[run.mode] = Schedule(run.recording, trace, self._planner.schedule(trace))
         self._run, self._suspended = self._suspended or _Run(None), None
 
+    def end_interrupted_step(self) -> None:
+        """Return to rest if the last backward never came to its end."""
+        if self._in_backward and not _in_autograd():
+            self.reset()
+
     def reset(self) -> None:
         """Return to rest after an interrupted step."""
+        self._stop_watching()
         self._stack.clear()
         for scope in self._scopes.values():
             scope.in_backward = False
             scope.waiting.clear()
             scope.calls.clear()
         self._active.clear()
+        self._recomputed.clear()
         self._idle.clear()
         self._run, self._suspended = _Run(None), None
         self._in_backward = False

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+ReaderT = TypeVar("ReaderT")
 
 # Property getters that read the values; all others (shape, dtype, device, ...) are facts that a placeholder knows, too.
 _VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -21,18 +23,18 @@ _FACTS = frozenset(
 )  # fmt: skip
 
 
-class OutsideUses(TorchFunctionMode):
-    """Reports managed parameters that a torch function is about to read.
+class ParameterReads(TorchFunctionMode):
+    """Reports tensors whose values a torch function is about to read, and what it made of them.
 
     Args:
-        manages: whether a tensor is a managed parameter.
-        use: called with each one; makes it valid if it is not.
+        before: called with each tensor; returns the reader who must know what was made of it, or None.
+        after: called with the reader and the function's result.
     """
 
-    def __init__(self, manages: Callable[[object], bool], use: Callable[[Tensor], None]) -> None:
+    def __init__(self, before: Callable[[Tensor], ReaderT | None], after: Callable[[ReaderT, object], None]) -> None:
         super().__init__()
-        self._manages = manages
-        self._use = use
+        self._before = before
+        self._after = after
 
     def __torch_function__(
         self,
@@ -41,12 +43,14 @@ class OutsideUses(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if _reads_values(func):
-            for value in (*args, *(kwargs or {}).values()):
-                for tensor in _tensors(value):
-                    if self._manages(tensor):
-                        self._use(tensor)
-        return func(*args, **(kwargs or {}))
+        if not _reads_values(func):
+            return func(*args, **(kwargs or {}))
+        tensors = [tensor for value in (*args, *(kwargs or {}).values()) for tensor in _tensors(value)]
+        readers = [reader for tensor in tensors if (reader := self._before(tensor)) is not None]
+        result = func(*args, **(kwargs or {}))
+        for reader in readers:
+            self._after(reader, result)
+        return result
 
 
 def _reads_values(func: Callable[..., Any]) -> bool:

@@ -65,7 +65,8 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         """Call the module, with inputs and outputs cast as asked for."""
         if self._input_dtype is not None:
             args, kwargs = map_tensors((args, kwargs), self._cast_input)  # type: ignore[misc] # same structure
-        output = self.module(*args, **kwargs)
+        with self._engine.unwinding():
+            output = self.module(*args, **kwargs)
         return map_tensors(output, _to_fp32) if self._force_outputs_fp32 else output
 
     def _cast_input(self, tensor: Tensor) -> Tensor:
@@ -132,14 +133,15 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def named_full_values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every entry of the module's ``state_dict`` with its full value, one at a time, in its order.
+        """Yield every tensor of the module's ``state_dict`` with its full value, one at a time, in its order.
 
         A tied parameter comes under each of its names. Every rank iterates to the end; chunks are gathered on the
         way and released again, so that no more than one chunk and one tensor are there at a time.
         """
         for name, entry in self.module.state_dict(keep_vars=True).items():
-            managed = isinstance(entry, nn.Parameter) and entry in self.store
-            yield name, self.store.full_value(entry) if managed else entry.detach()
+            if isinstance(entry, Tensor):
+                managed = isinstance(entry, nn.Parameter) and entry in self.store
+                yield name, self.store.full_value(entry) if managed else entry.detach().clone()
 
     def state_dict(  # type: ignore[override] # positional destination has long been deprecated in torch
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -158,11 +160,14 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
             raise ValueError("keep_vars=True is not possible: full values are copies of what lies in shards.")
         target: dict[str, Any] = OrderedDict() if destination is None else destination
         shared: dict[Tensor, Tensor] = {}
-        entries = self.module.state_dict(keep_vars=True)
-        for name, value in self.named_full_values():
-            entry = entries[name]
+        values = self.named_full_values()
+        for name, entry in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(entry, Tensor):  # what a module's get_extra_state returns
+                target[prefix + name] = entry
+                continue
+            _, value = next(values)
             if entry not in shared:
-                shared[entry] = value.cpu() if value is not entry else value.cpu().clone()
+                shared[entry] = value.cpu()
             target[prefix + name] = shared[entry]
         return target
 
@@ -178,13 +183,14 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         Raises:
             RuntimeError: names or shapes do not match; the message lists all of them and nothing was loaded.
         """
+        self._engine.end_interrupted_step()
         entries = self.module.state_dict(keep_vars=True)
         missing = [name for name in entries if name not in state_dict]
         unexpected = [name for name in state_dict if name not in entries]
         shapes = [
             f"{name}: {tuple(state_dict[name].shape)} given, {tuple(entry.shape)} wanted"
             for name, entry in entries.items()
-            if name in state_dict and state_dict[name].shape != entry.shape
+            if name in state_dict and isinstance(entry, Tensor) and state_dict[name].shape != entry.shape
         ]
         problems = [*(f"missing: {name}" for name in missing), *(f"unexpected: {name}" for name in unexpected)]
         if shapes or (strict and problems):
@@ -196,8 +202,10 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
                     continue
                 if isinstance(entry, nn.Parameter) and entry in self.store:
                     self.store.load_value(entry, state_dict[name])
-                else:
+                elif isinstance(entry, Tensor):
                     entry.copy_(state_dict[name])
+                else:
+                    self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 

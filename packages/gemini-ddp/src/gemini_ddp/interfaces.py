@@ -16,8 +16,9 @@ Phase = Literal["forward", "backward"]
 class ChunkStore(Protocol[ChunkT]):
     """Holds parameters in chunks that are valid on the compute device only while gathered.
 
-    Every rank makes the same calls that may communicate (`gather`, `start_gather`, `begin_use`, `take_gradient`,
-    `finish_backward`, `adopt_reduce_order`, `full_value`) in the same order.
+    Every rank makes the same calls that may communicate (`start_gather`, `begin_use`, `take_gradient`,
+    `finish_backward`, `adopt_reduce_order`, `full_value`) in the same order. `gemini_ddp.testing.ChunkStoreContract`
+    tests what is said here.
     """
 
     def __contains__(self, tensor: object) -> bool:
@@ -26,6 +27,9 @@ class ChunkStore(Protocol[ChunkT]):
     def chunk_of(self, tensor: Tensor) -> ChunkT:
         """Return the chunk of a managed parameter; raise KeyError for any other tensor."""
 
+    def has_room(self, chunks: Iterable[ChunkT]) -> bool:
+        """Whether all of these chunks can be gathered now; the same on every rank."""
+
     def start_gather(self, chunk: ChunkT) -> None:
         """Start to make a chunk valid; does nothing for one that is, or is on its way."""
 
@@ -33,13 +37,24 @@ class ChunkStore(Protocol[ChunkT]):
         """Give a gathered chunk's memory back, unless a parameter of it is in use or the store keeps it gathered."""
 
     def begin_use(self, tensors: Iterable[Tensor]) -> None:
-        """Make these parameters valid, waiting for their chunks, and keep them so until `end_use`; calls nest."""
+        """Make these parameters valid, waiting for their chunks, and keep them so until `end_use`; calls nest.
+
+        Views that were taken of a parameter in an earlier use become valid again, too: autograd saves them. Raise
+        KeyError for a tensor that is not managed.
+        """
 
     def end_use(self, tensors: Iterable[Tensor], *, in_backward: bool) -> None:
-        """Undo one `begin_use`; ``in_backward`` tells that the parameters' gradients follow."""
+        """Undo one `begin_use`; ``in_backward`` tells that the parameters' gradients follow.
+
+        Raise RuntimeError where no use was begun.
+        """
 
     def take_gradient(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Take this rank's gradient of a parameter, shape of the parameter; reduce its chunk when it is complete."""
+        """Take this rank's gradient of a parameter, shape of the parameter; reduce its chunk when it is complete.
+
+        A gradient may come in parts within one backward, and several backwards may come before the gradients are
+        used: all of them add up.
+        """
 
     def start_backward(self) -> None:
         """Called before the first `take_gradient` of a backward."""
@@ -60,7 +75,7 @@ class ChunkStore(Protocol[ChunkT]):
         """Return a copy of a parameter's full value, shape of the parameter, on the compute device."""
 
     def load_value(self, tensor: Tensor, value: Tensor) -> None:
-        """Overwrite a parameter from its full value, the same on every rank."""
+        """Overwrite a parameter from its full value, the same on every rank; raise ValueError for another shape."""
 
     def memory_usage(self) -> Mapping[str, Mapping[str, int | None]]:
         """Return bytes ``used``, ``peak`` and ``capacity`` of each tier."""
