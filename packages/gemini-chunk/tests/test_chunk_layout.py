@@ -65,7 +65,7 @@ def test_a_shard_covers_what_is_in_use_rounded_up_to_the_world_size(rank: int) -
     chunk = Chunk(30, torch.float32, device=device_tier("cpu"), collectives=ThreeRanks(rank))  # type: ignore[arg-type]
     chunk.append(torch.arange(4.0), "a")
     chunk.append(torch.arange(4.0, 7.0), "b")
-    chunk.close(synchronise=False)
+    chunk.close(synchronise=None)
     assert (chunk.shard_numel, chunk.valid_numel) == (3, [3, 3, 1][rank])
     assert chunk.shard.tolist() == [[0, 1, 2], [3, 4, 5], [6, 0, 0]][rank]
     parts = [(part.info.name, part.start, part.numel, part.param_offset) for part in chunk.slices]
@@ -75,7 +75,7 @@ def test_a_shard_covers_what_is_in_use_rounded_up_to_the_world_size(rank: int) -
 def test_a_rank_may_have_nothing_but_padding() -> None:
     chunk = Chunk(3, torch.float32, device=device_tier("cpu"), collectives=ThreeRanks(2))  # type: ignore[arg-type]
     chunk.append(torch.ones(2), "a")
-    chunk.close(synchronise=False)
+    chunk.close(synchronise=None)
     assert (chunk.valid_numel, chunk.slices, chunk.shard.tolist()) == (0, (), [0.0])
 
 
@@ -131,8 +131,10 @@ def test_bytes_are_counted_where_they_lie() -> None:
     assert (device.used, host.used) == (64 * 2, 300)
     chunk.release()
     chunk.move(device)
-    assert (device.used, host.used) == (100, 200)
-    assert device.holders == {"chunk 0 parameters": 100}
+    assert (device.used, host.used) == (64 * 2, 200), "a single rank's chunk on the compute device is whole"
+    assert device.holders == {"chunk 0 full buffer": 128}
+    chunk.move(host)
+    assert (device.used, host.used) == (0, 300)
 
 
 def test_a_chunk_that_rests_gathered_holds_its_bytes_once() -> None:

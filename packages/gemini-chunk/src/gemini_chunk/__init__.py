@@ -6,12 +6,14 @@ is gathered or released. `Tier` is a place for bytes with an account and a capac
 
 from importlib.metadata import version
 
-from gemini_chunk._chunk import Chunk, ShardSlice
+from gemini_chunk._chunk import Chunk
 from gemini_chunk._collectives import Collectives, Handle, LocalCollectives, ProcessGroupCollectives
 from gemini_chunk._errors import ChunkError, ChunkFullError, TensorStateError, TierFullError
+from gemini_chunk._layout import ShardSlice
 from gemini_chunk._manager import ChunkManager
 from gemini_chunk._reduction import BufferPool
 from gemini_chunk._states import TensorInfo, TensorState
+from gemini_chunk._synchronise import Synchronise
 from gemini_chunk._tiers import Tier, TierName, device_tier, disk_tier, host_tier
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "LocalCollectives",
     "ProcessGroupCollectives",
     "ShardSlice",
+    "Synchronise",
     "TensorInfo",
     "TensorState",
     "TensorStateError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -51,6 +52,17 @@ class Done:
         """Return at once."""
 
 
+class Waiting:
+    """The handle of an operation that somebody else may have waited for already."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Finish the operation, unless that is done."""
+        self._finish()
+
+
 class LocalCollectives:
     """A group of one: no process group is needed."""
 
@@ -85,16 +97,22 @@ class ProcessGroupCollectives:
         self.world_size = dist.get_world_size(process_group)
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Handle:
-        """Start ``all_gather_single``."""
-        return _started(_all_gather(full, shard, group=self._group, async_op=True))
+        """Start ``all_gather_single``, in bytes: not every backend knows every dtype."""
+        return _started(_all_gather(_bytes(full), _bytes(shard), group=self._group, async_op=True))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Handle:
         """Start ``reduce_scatter_single`` with a sum."""
+        if full.is_complex():  # the same sum, and backends know real numbers
+            shard, full = torch.view_as_real(shard).flatten(), torch.view_as_real(full).flatten()
         return _started(_reduce_scatter(shard, full, op=dist.ReduceOp.SUM, group=self._group, async_op=True))
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Broadcast from the group's rank 0."""
-        dist.broadcast(tensor, group=self._group, group_src=0)
+        """Broadcast from the group's rank 0, in bytes."""
+        dist.broadcast(_bytes(tensor), group=self._group, group_src=0)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def make_collectives(process_group: dist.ProcessGroup | None) -> Collectives:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -9,10 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gemini_chunk._buffers import GradientBuffers
 from gemini_chunk._chunk import Chunk
-from gemini_chunk._collectives import Collectives, make_collectives
+from gemini_chunk._collectives import Collectives, Handle, make_collectives
+from gemini_chunk._describe import table
 from gemini_chunk._errors import ChunkError, TierFullError
-from gemini_chunk._states import TensorInfo, TensorState
+from gemini_chunk._layout import even_numel
+from gemini_chunk._order import ReduceOrder
+from gemini_chunk._states import TensorInfo
+from gemini_chunk._synchronise import Synchronise
 from gemini_chunk._tiers import Tier, TierName, device_tier, host_tier
 
 # One buffer is filled while one is being reduced: more would only hold memory.
@@ -32,6 +39,8 @@ class ChunkManager:
         disk: memory-mapped files; None where there are none.
         process_group: ranks that share the chunks; None is the default group, or one rank where none is initialised.
         collectives: takes the place of the process group's own collectives.
+        debug: fill freed and unfilled memory of the tiers with NaN, and check at each use in backward that the values
+            are those that forward used; by default whether the environment has ``GEMINI_DEBUG=1``.
     """
 
     def __init__(
@@ -42,18 +51,21 @@ class ChunkManager:
         disk: Tier | None = None,
         process_group: dist.ProcessGroup | None = None,
         collectives: Collectives | None = None,
+        debug: bool | None = None,
     ) -> None:
         tiers = [device or device_tier(), host or host_tier(), *([disk] if disk is not None else [])]
         self.tiers: dict[TierName, Tier] = {tier.name: tier for tier in tiers}
         self.collectives = make_collectives(process_group) if collectives is None else collectives
+        self.debug = os.environ.get("GEMINI_DEBUG", "0") not in ("", "0") if debug is None else debug
+        for tier in tiers:
+            tier.poisons = tier.poisons or self.debug
         self._chunks: list[Chunk] = []
+        self._groups: dict[str, list[Chunk]] = {}
+        self._numbers = itertools.count()
         self._chunk_of: dict[Tensor, tuple[Chunk, TensorInfo]] = {}
-        self._buffers = _GradientBuffers(self.tiers["device"], self._finish_reductions, self._release_unused)
+        self._buffers = GradientBuffers(self.tiers["device"], self._finish_reductions, self._release_unused)
         self._in_flight: deque[Chunk] = deque()
-        self._order: list[Chunk] | None = None
-        self._completed: list[Chunk] = []
-        self._next_reduce = 0
-        self._complete: set[Chunk] = set()
+        self._order = ReduceOrder(self._chunks)
 
     # -- building -----------------------------------------------------------------------------------------------------
 
@@ -67,6 +79,7 @@ class ChunkManager:
         state_numel: int = 2,
         accumulates: bool = False,
         sources: Mapping[str, Callable[[], Tensor]] | None = None,
+        group: str = "",
     ) -> Chunk:
         """Add one open chunk that holds these tensors.
 
@@ -78,10 +91,12 @@ class ChunkManager:
             state_numel: fp32 elements of optimizer state per element, for planning.
             accumulates: sum the gradients of several backwards in memory of their own.
             sources: by name, where a tensor's value comes from when the chunk closes.
+            group: what `group` finds it by, say the name of one of several models.
 
         Raises:
             ValueError: a tensor is managed already, or there is none.
             ChunkFullError: they do not fit.
+            TypeError: the dtype or layout of one cannot be stored with the others.
         """
         named = list(tensors)
         if not named:
@@ -92,22 +107,23 @@ class ChunkManager:
                     f"{name!r} is managed already, as {self.info_of(tensor).name!r}. Register a tied tensor once."
                 )
         used = sum(tensor.numel() for _, tensor in named)
-        world_size = self.collectives.world_size
         chunk = Chunk(
-            max(1, -(-used // world_size)) * world_size if numel is None else numel,
+            even_numel(used, self.world_size) if numel is None else numel,
             named[0][1].dtype if dtype is None else dtype,
             device=self.tiers["device"],
             collectives=self.collectives,
-            name=f"chunk {len(self._chunks)}",
+            name=f"chunk {next(self._numbers)}",
             trainable=trainable,
             state_numel=state_numel,
             accumulates=accumulates,
+            debug=self.debug,
         )
         infos = [(t, chunk.append(t, name, sources.get(name) if sources else None)) for name, t in named]
         self._chunks.append(chunk)
+        self._groups.setdefault(group, []).append(chunk)
         for tensor, info in infos:
             self._chunk_of[tensor] = (chunk, info)
-        self._order = None
+        self._order.change()
         return chunk
 
     def register(
@@ -118,30 +134,57 @@ class ChunkManager:
         rest: TierName = "device",
         master: TierName | None = None,
         keep_gathered: bool = False,
-        trainable: bool = True,
-        synchronise: bool = True,
+        trainable: bool | None = None,
+        synchronise: Synchronise | None = "broadcast",
+        group: str = "",
     ) -> list[Chunk]:
-        """Pack tensors in order into chunks of ``chunk_numel`` elements, one dtype each, and close them.
+        """Pack tensors in the order given into chunks of ``chunk_numel`` elements, and close them.
 
-        A tensor larger than that has a chunk of its own size.
+        A chunk holds one dtype, and is frozen or not. A tensor larger than ``chunk_numel`` has a chunk of its own size.
+
+        Args:
+            tensors: names and tensors, in order.
+            chunk_numel: elements of a full buffer, rounded up to the world size.
+            rest: tier of the shards.
+            master: tier of the master weights of trainable chunks; None for none.
+            keep_gathered: keep the full buffers on the compute device always.
+            trainable: whether the tensors get gradients; by default those that require them.
+            synchronise: see `Chunk.close`.
+            group: what `group` finds the chunks by.
 
         Returns:
-            The new chunks, in order.
+            The new chunks, in order of their first tensors.
+
+        Raises:
+            ValueError: a tensor is managed already, ``chunk_numel`` is not positive, or the arguments do not fit.
+            TierFullError: a tier is full. Here and after any other error, what is closed is managed; the rest is not.
         """
+        if chunk_numel < 1:
+            raise ValueError(f"chunk_numel must be positive, got {chunk_numel}.")
         packed: list[list[tuple[str, Tensor]]] = []
-        left = 0
+        last: dict[tuple[torch.dtype, bool], tuple[list[tuple[str, Tensor]], int]] = {}
         for name, tensor in tensors:
-            if not packed or tensor.numel() > left or packed[-1][0][1].dtype != tensor.dtype:
-                packed.append([])
-                left = max(chunk_numel, tensor.numel())
-            packed[-1].append((name, tensor))
-            left -= tensor.numel()
+            kind = (tensor.dtype, tensor.requires_grad if trainable is None else trainable)
+            members, left = last.get(kind, ([], 0))
+            if not members or tensor.numel() > left:
+                members, left = [], max(chunk_numel, tensor.numel())
+                packed.append(members)
+            members.append((name, tensor))
+            last[kind] = (members, left - tensor.numel())
         chunks = []
-        for group in packed:
-            numel = max(chunk_numel, sum(tensor.numel() for _, tensor in group))
-            even = -(-numel // self.collectives.world_size) * self.collectives.world_size
-            chunks.append(self.add_chunk(group, numel=even, trainable=trainable))
-            self.close(chunks[-1], rest=rest, master=master, keep_gathered=keep_gathered, synchronise=synchronise)
+        for members in packed:
+            chunk = self.add_chunk(
+                members,
+                numel=even_numel(max(chunk_numel, sum(tensor.numel() for _, tensor in members)), self.world_size),
+                trainable=members[0][1].requires_grad if trainable is None else trainable,
+                group=group,
+            )
+            try:
+                self.close(chunk, rest=rest, master=master, keep_gathered=keep_gathered, synchronise=synchronise)
+            except BaseException:
+                self.remove(chunk)
+                raise
+            chunks.append(chunk)
         return chunks
 
     def close(
@@ -151,7 +194,7 @@ class ChunkManager:
         rest: TierName = "device",
         master: TierName | None = None,
         keep_gathered: bool = False,
-        synchronise: bool = True,
+        synchronise: Synchronise | None = "broadcast",
     ) -> None:
         """Close a chunk; the arguments are those of `Chunk.close`, with tiers by name.
 
@@ -164,6 +207,26 @@ class ChunkManager:
             keep_gathered=keep_gathered,
             synchronise=synchronise,
         )
+
+    def remove(self, chunk: Chunk) -> None:
+        """Forget a chunk and give its memory back; tensors of a closed chunk stay placeholders.
+
+        Raises:
+            ValueError: the chunk is not one of this manager.
+        """
+        if chunk not in self._chunks:
+            raise ValueError(f"{chunk.name} is not managed here.")
+        for info in chunk.tensors:
+            del self._chunk_of[info.tensor]
+        chunk.free()
+        self._chunks.remove(chunk)
+        for name, group in list(self._groups.items()):
+            if chunk in group:
+                group.remove(chunk)
+                if not group:
+                    del self._groups[name]
+        self._in_flight = deque(other for other in self._in_flight if other is not chunk)
+        self._order.change()
 
     def tier(self, name: TierName) -> Tier:
         """Return a tier by name.
@@ -181,6 +244,16 @@ class ChunkManager:
     def chunks(self) -> Sequence[Chunk]:
         """All chunks, in the order they were added."""
         return tuple(self._chunks)
+
+    def group(self, name: str) -> Sequence[Chunk]:
+        """Return the chunks that were added under this group, in order.
+
+        Raises:
+            KeyError: there is no such group.
+        """
+        if name not in self._groups:
+            raise KeyError(f"There is no group {name!r} here, only {sorted(self._groups)}.")
+        return tuple(self._groups[name])
 
     @property
     def world_size(self) -> int:
@@ -222,7 +295,7 @@ class ChunkManager:
         """Start to gather; a later `gather` or `begin_use` waits."""
         self._with_room(chunk.start_gather)
 
-    def _with_room(self, gather: Callable[[], None]) -> None:
+    def _with_room(self, gather: Callable[[], object]) -> None:
         """Gather; where the device is full, first wait for reductions and give their buffers back."""
         try:
             gather()
@@ -245,11 +318,13 @@ class ChunkManager:
 
     def _release_unused(self) -> None:
         for chunk in self._chunks:
-            self.release(chunk)
+            if chunk.is_closed:
+                self.release(chunk)
 
     def _finish_reductions(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft().wait_reduce()
+            self._in_flight[0].wait_reduce()  # stays first where its tier is full: another wait goes on from there
+            self._in_flight.popleft()
 
     def release(self, chunk: Chunk) -> None:
         """Give the chunk's full buffer back, unless it keeps gathered or one of its tensors is in use."""
@@ -260,15 +335,17 @@ class ChunkManager:
         """Carry the chunk's shard to another tier."""
         chunk.move(self.tier(tier))
 
+    def start_move(self, chunk: Chunk, tier: TierName) -> Handle:
+        """Start to carry the chunk's shard to another tier."""
+        return chunk.start_move(self.tier(tier))
+
     def full_value(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the tensor's full value on the compute device; every rank calls it in the same order."""
+        """Return a copy of the tensor's full value on the compute device; every rank calls it in the same order.
+
+        The chunk is not gathered for it: no more than this tensor's bytes travel.
+        """
         chunk, info = self._entry(tensor)
-        gathered = chunk.is_gathered
-        chunk.gather()
-        value = info.view.clone()
-        if not gathered:
-            self.release(chunk)
-        return value
+        return chunk.read(info)
 
     def full_master(self, tensor: Tensor) -> Tensor:
         """Return the tensor's full master weights on the compute device; every rank calls it in the same order.
@@ -286,15 +363,26 @@ class ChunkManager:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def begin_use(self, tensors: Iterable[Tensor]) -> None:
-        """Gather what these tensors need and keep it gathered until `end_use`; calls nest."""
-        for tensor in tensors:
-            chunk, info = self._entry(tensor)
-            self.gather(chunk)
-            if info.users == 0:
-                chunk.users += 1
-                if info.state is not TensorState.READY_FOR_REDUCE:
-                    info.to(TensorState.COMPUTE)
-            info.users += 1
+        """Gather what these tensors need and keep it gathered until `end_use`; calls nest.
+
+        Raises:
+            KeyError: a tensor is not managed.
+            TierFullError: the compute device has no room. Here and after any other error nothing is in use that was
+                not, and nothing gathered.
+        """
+        entries = [self._entry(tensor) for tensor in tensors]
+        gathered = []
+        try:
+            for chunk, _ in entries:
+                if not chunk.is_gathered:
+                    self.gather(chunk)
+                    gathered.append(chunk)
+        except BaseException:
+            for chunk in gathered:
+                self.release(chunk)
+            raise
+        for chunk, info in entries:
+            chunk.begin_use(info)
 
     def end_use(self, tensors: Iterable[Tensor], *, in_backward: bool) -> None:
         """Undo one `begin_use` of these tensors.
@@ -302,17 +390,22 @@ class ChunkManager:
         Args:
             tensors: what a `begin_use` was called with.
             in_backward: whether their gradients are to come.
+
+        Raises:
+            KeyError: a tensor is not managed.
+            ChunkError: a tensor is not in use; the others' uses end. In debug mode also if values changed between
+                forward and backward.
         """
-        for tensor in tensors:
-            chunk, info = self._entry(tensor)
-            if info.users == 0:
-                raise ChunkError(f"The use of {info.name!r} ended more often than it began.")
-            info.users -= 1
-            if info.users == 0:
-                chunk.users -= 1
-                if info.state is TensorState.COMPUTE:
-                    info.to(TensorState.HOLD_AFTER_BWD if in_backward else TensorState.HOLD)
-        if in_backward and self._complete:
+        entries = [self._entry(tensor) for tensor in tensors]
+        failed: ChunkError | None = None
+        for chunk, info in entries:
+            try:
+                chunk.end_use(info, in_backward=in_backward)
+            except ChunkError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        if in_backward:
             self._reduce_complete()
 
     def take_gradient(self, tensor: Tensor, gradient: Tensor) -> None:
@@ -322,48 +415,32 @@ class ChunkManager:
         """
         chunk, info = self._entry(tensor)
         if chunk.take_gradient(info, gradient, self._buffers):
-            if chunk not in self._complete:
-                self._complete.add(chunk)
-                self._completed.append(chunk)
+            self._order.complete(chunk)
             self._reduce_complete()
 
     def _reduce_complete(self) -> None:
-        order = self.reduce_order
-        while self._next_reduce < len(order) and order[self._next_reduce] in self._complete:
-            chunk = order[self._next_reduce]
+        while (chunk := self._order.ready) is not None:
             if chunk.keeps_gathered and chunk.users:
                 return  # its gradient takes the place of parameters that are still read
-            self._next_reduce += 1
             self._reduce(chunk)
+            self._order.advance()
 
     def _reduce(self, chunk: Chunk) -> None:
         while len(self._in_flight) >= _REDUCTIONS_IN_FLIGHT:
-            self._in_flight.popleft().wait_reduce()
+            self._in_flight[0].wait_reduce()
+            self._in_flight.popleft()
         chunk.start_reduce(self._buffers)
         self._in_flight.append(chunk)
         self.release(chunk)
 
     @property
     def reduce_order(self) -> Sequence[Chunk]:
-        """The order in which trainable chunks are reduced.
-
-        [Note: Order of reductions]
-        A collective must be the same call on every rank, but gradients need not complete in the same order everywhere:
-        one rank may not use a parameter at all. So there is one order, last registered first, until
-        `adopt_reduce_order` takes over the order in which rank 0 completed its chunks. A chunk waits for those before
-        it; what is left at the end of backward is reduced with zeros.
-        """
-        if self._order is None:
-            self._order = [chunk for chunk in reversed(self._chunks) if chunk.trainable]
-        return self._order
+        """The order in which trainable chunks are reduced: [Note: Order of reductions]."""
+        return self._order.sequence
 
     def adopt_reduce_order(self) -> None:
         """Let chunks be reduced in the order in which rank 0 completed them in its last backward."""
-        trainable = [chunk for chunk in reversed(self._chunks) if chunk.trainable]
-        seen = dict.fromkeys([*self._completed, *trainable])
-        index = torch.tensor([self._chunks.index(chunk) for chunk in seen], device=self.tiers["device"].device)
-        self.collectives.broadcast(index)
-        self._order = [self._chunks[i] for i in index.tolist()]
+        self._order.adopt(self.collectives, self.tiers["device"].device)
 
     def finish_backward(self) -> None:
         """Reduce what is left and bring every chunk to rest; every rank calls it after each backward.
@@ -376,7 +453,7 @@ class ChunkManager:
                 if info.users:
                     info.users = 1
                     self.end_use((info.tensor,), in_backward=chunk.trainable)
-        for chunk in self.reduce_order[self._next_reduce :]:
+        for chunk in self._order.left:
             if self.world_size > 1 or chunk.has_local_gradient:
                 self._reduce(chunk)
         self._finish_reductions()
@@ -386,19 +463,19 @@ class ChunkManager:
                 self._reduce(chunk)
                 chunk.wait_reduce()
         self._in_flight.clear()
-        self._next_reduce = 0
-        self._complete.clear()
+        self._order.end_backward()
         self.rest()
 
     def start_backward(self) -> None:
         """Forget the order in which the last backward completed its chunks."""
-        self._completed.clear()
+        self._order.start_backward()
 
     def rest(self) -> None:
         """Release every chunk that nobody uses and give the gradient buffers back."""
         for chunk in self._chunks:
-            chunk.settle_states()
-            self.release(chunk)
+            if chunk.is_closed:
+                chunk.settle_states()
+                self.release(chunk)
         self._buffers.clear()
 
     def reset(self) -> None:
@@ -407,9 +484,8 @@ class ChunkManager:
             if chunk.is_closed:
                 chunk.reset()
         self._in_flight.clear()
-        self._complete.clear()
-        self._completed.clear()
-        self._next_reduce = 0
+        self._order.start_backward()
+        self._order.end_backward()
         self._buffers.clear()
 
     # -- accounts -----------------------------------------------------------------------------------------------------
@@ -422,78 +498,7 @@ class ChunkManager:
 
     def describe(self) -> str:
         """Return a table that a person can read: one row per chunk."""
-        rows: list[tuple[str, ...]] = [("chunk", "tensors", "elements", "of", "bytes", "tier", "state", "first tensor")]
-        rows += [self._row(chunk) for chunk in self._chunks]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
-
-    def _row(self, chunk: Chunk) -> tuple[str, ...]:
-        state = "open" if not chunk.is_closed else "gathered" if chunk.is_gathered else "released"
-        return (
-            chunk.name,
-            str(len(chunk.tensors)),
-            f"{chunk.used_numel:,}",
-            f"{chunk.numel:,}",
-            f"{chunk.full_bytes:,}",
-            chunk.tier if chunk.is_closed else "-",
-            state if chunk.trainable else f"{state}, frozen",
-            chunk.tensors[0].name,
-        )
+        return table(self._chunks)
 
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self._chunks)
-
-
-class _GradientBuffers:
-    """Buffers of the compute device, lent to chunks and reused: fresh memory costs more than the copy into it.
-
-    Args:
-        device: the tier they are taken from.
-        finish_reductions: waits for all reductions under way, whose buffers then come back.
-        release_unused: releases the chunks that nobody uses.
-    """
-
-    def __init__(self, device: Tier, finish_reductions: Callable[[], None], release_unused: Callable[[], None]) -> None:
-        self._device = device
-        self._finish_reductions = finish_reductions
-        self._release_unused = release_unused
-        self._idle: list[Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        buffer = self._take_idle(numel, dtype)
-        if buffer is not None:
-            return buffer
-        self.clear()  # those are too small, or of another dtype: they would only hold memory
-        try:
-            return self._allocate(numel, dtype)
-        except TierFullError:
-            self._finish_reductions()
-            buffer = self._take_idle(numel, dtype)
-            if buffer is None:
-                self.clear()
-                self._release_unused()
-                buffer = self._allocate(numel, dtype)
-            return buffer
-
-    def _take_idle(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        for index, buffer in enumerate(self._idle):
-            if buffer.dtype == dtype and buffer.numel() >= numel:
-                return self._idle.pop(index)
-        return None
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._device.allocate(numel, dtype, "gradient buffers")
-
-    def give_back(self, buffer: Tensor) -> None:
-        self._idle.append(buffer)
-
-    def make_room(self) -> None:
-        self._finish_reductions()
-        self.clear()
-
-    def clear(self) -> None:
-        for buffer in self._idle:
-            self._device.free(buffer)
-        self._idle.clear()

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from gemini_chunk._collectives import Handle
+from gemini_chunk._collectives import Done, Handle, Waiting
 from gemini_chunk._errors import ChunkError, TierFullError
+from gemini_chunk._full import settle_states
 from gemini_chunk._states import TensorInfo, TensorState
-from gemini_chunk._tiers import Tier
+from gemini_chunk._tiers import Tier, fill_with_poison
 
 if TYPE_CHECKING:
     from gemini_chunk._chunk import Chunk
 
 
 class BufferPool(Protocol):
-    """Where a chunk borrows a gradient buffer for the time between its first gradient and its reduction."""
+    """Where a chunk borrows a gradient buffer for the time between its first gradient and its reduction.
+
+    The buffers are allocations of the compute tier: a chunk of a single rank may keep one as its gradient, and frees it
+    there.
+    """
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory of the compute device, of at least ``numel`` elements."""
+        """Return uninitialised memory of the compute tier, of at least ``numel`` elements.
+
+        Raises:
+            TierFullError: there is no room, whatever else could be freed.
+        """
 
     def give_back(self, buffer: Tensor) -> None:
         """Take the buffer back; nobody reads it any more."""
@@ -52,12 +61,14 @@ class Reduction:
         self._num_ready = 0
         self._running: Handle | None = None
         self._target: Tensor | None = None
+        self._starts = 0
 
     @property
     def is_filling(self) -> bool:
         """Whether gradients of this rank wait for a reduction that has not started."""
         return self._buffer is not None and self._running is None
 
+    @torch.no_grad()
     def take(self, info: TensorInfo, gradient: Tensor, pool: BufferPool) -> bool:
         """See `Chunk.take_gradient`."""
         chunk = self._chunk
@@ -81,16 +92,17 @@ class Reduction:
         return self._num_ready == len(chunk.tensors)
 
     def _buffer_from(self, pool: BufferPool) -> Tensor:
-        self._pool = pool
-        if self._buffer is None or self._running is not None:
-            self.wait()
-            self._buffer = pool.take(self._chunk.numel, self._chunk.dtype)
+        self.wait()
+        if self._buffer is None:
+            self._buffer, self._pool = pool.take(self._chunk.numel, self._chunk.dtype), pool
+            if self._chunk._device.poisons:
+                fill_with_poison(self._buffer)
         return self._buffer
 
-    @torch.no_grad()
-    def start(self, pool: BufferPool) -> None:
+    def start(self, pool: BufferPool) -> Handle:
         """See `Chunk.start_reduce`."""
         chunk = self._chunk
+        chunk._finish_transfers()  # they read the shard, which the gradient may replace
         buffer = self._buffer_from(pool)
         for info in chunk.tensors:
             if info.state is not TensorState.READY_FOR_REDUCE:
@@ -98,18 +110,26 @@ class Reduction:
         travelling = chunk._travelling(buffer)
         travelling[chunk.used_numel :] = 0
         if chunk.world_size == 1:  # the gradient of a single rank is reduced already
-            self._buffer = None
+            if self._settle(travelling) or not chunk.shard_numel:
+                self._return_buffer()
+            else:
+                self._buffer = None
             self._finish_states()
-            if self._settle(travelling):
-                pool.give_back(buffer)
-            return
+            return Done()
         self._target = self._choose_target(pool)
-        self._running = chunk._collectives.reduce_scatter(self._target, travelling)
+        self._starts += 1
+        try:
+            reduce_scatter = chunk._collectives.reduce_scatter
+            self._running = reduce_scatter(self._target, travelling) if chunk.shard_numel else Done()
+        except Exception as error:
+            self._fail(error)
+        number = self._starts
+        return Waiting(lambda: self.wait() if self._starts == number else None)
 
     def _choose_target(self, pool: BufferPool) -> Tensor:
         """Return what to reduce into: the shard itself where it lies on the compute device and may be replaced."""
         chunk = self._chunk
-        if self._may_replace and chunk.shard.device == chunk._device.device:
+        if self._may_replace and chunk._shard.device == chunk._device.device:
             return self._replaceable_shard()
         holder = f"{chunk.name} reduced gradient"
         try:
@@ -128,47 +148,48 @@ class Reduction:
     def _replaceable_shard(self) -> Tensor:
         if self._chunk.keeps_gathered and self._chunk.is_gathered:
             self._chunk._hide()
-        return self._chunk.shard
+        return self._chunk._shard
 
-    @torch.no_grad()
     def wait(self) -> None:
         """See `Chunk.wait_reduce`."""
         if self._running is None:
             return
-        chunk = self._chunk
-        handle, self._running = self._running, None
-        target, self._target = self._target, None
+        chunk, target = self._chunk, self._target
         assert target is not None
         try:
-            handle.wait()
-        except RuntimeError as error:
-            self._return_buffer()
-            if target is not chunk.shard:
-                chunk._device.free(target)
-            rank = chunk._collectives.rank
-            raise ChunkError(f"Reducing {chunk.name} failed on rank {rank}: {error}") from error
+            self._running.wait()
+        except Exception as error:
+            self._fail(error)
+        self._running = Done()  # should a tier be full below, another wait goes on from here
         self._return_buffer()
-        self._finish_states()
-        if target is chunk.shard:
+        if target is chunk._shard:
             self.result, self._result_tier = target, None
         elif self._settle(target):
             chunk._device.free(target)
+        self._running = self._target = None
+        self._finish_states()
+
+    def _fail(self, error: Exception) -> NoReturn:
+        chunk = self._chunk
+        self._running = None
+        self._return_buffer()
+        self._forget_target()
+        self._finish_states()
+        chunk._show_again()
+        raise ChunkError(f"Reducing {chunk.name} failed on rank {chunk._collectives.rank}: {error}") from error
 
     def _finish_states(self) -> None:
         self._num_ready = 0
-        for info in self._chunk.tensors:
-            if info.state is TensorState.HOLD_AFTER_BWD:  # its gradient counted as zero
-                info.to(TensorState.READY_FOR_REDUCE)
-            if info.state is TensorState.READY_FOR_REDUCE:
-                info.to(TensorState.HOLD)
-                if not self._chunk.is_gathered:
-                    info.to(TensorState.FREE)
+        settle_states(self._chunk.tensors, visible=self._chunk.is_gathered)
 
     def _settle(self, reduced: Tensor) -> bool:
         """Carry a reduced gradient from the compute device to where it waits for the optimizer.
 
         Returns:
             Whether the memory of ``reduced`` is free again; otherwise it is the gradient now.
+
+        Raises:
+            TierFullError: the tier where the chunk rests has no room; ``reduced`` is as it was.
         """
         chunk = self._chunk
         self.give_place_back()
@@ -181,37 +202,57 @@ class Reduction:
             return False
         else:
             self._take_own_memory(reduced)
+        self._page_out()
         return True
 
     def _take_own_memory(self, value: Tensor) -> None:
         """Give the gradient memory of its own, in fp32: 16 bits would lose the small terms of a sum of backwards."""
         chunk = self._chunk
-        memory = chunk._rest.allocate(chunk.shard_numel, torch.float32, f"{chunk.name} gradient")
+        memory = chunk._rest.allocate(chunk.shard_numel, chunk.master_dtype, f"{chunk.name} gradient")
         self.result, self._result_tier = memory.copy_(value), chunk._rest
 
-    @torch.no_grad()
+    def _page_out(self) -> None:
+        if self.result is not None:
+            (self._result_tier or self._chunk._rest).page_out(self.result)
+
     def give_place_back(self) -> None:
-        """Undo [Note: The gradient takes the place of the parameters]."""
+        """Undo [Note: The gradient takes the place of the parameters].
+
+        Raises:
+            TierFullError: the gradient has no other place; nothing has changed.
+        """
         chunk = self._chunk
-        if self.result is not None and self.result is chunk.shard:
-            assert chunk._master is not None
-            self._take_own_memory(chunk.shard)
-            chunk.shard.copy_(chunk._master)
+        if self.result is not None and self.result is chunk._shard:
+            self._take_own_memory(chunk._shard)
+            self._restore_shard()
+            self._page_out()
+
+    def _restore_shard(self) -> None:
+        chunk = self._chunk
+        assert chunk._master is not None, "only a chunk with master weights gives its shard to a gradient"
+        chunk._shard.copy_(chunk._master)
+        chunk._page_out()
 
     def _return_buffer(self) -> None:
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             assert self._pool is not None
+            if self._chunk._device.poisons:
+                fill_with_poison(buffer)
             self._pool.give_back(buffer)
 
-    @torch.no_grad()
+    def _forget_target(self) -> None:
+        target, self._target = self._target, None
+        if target is not None and target is self._chunk._shard:
+            self._restore_shard()
+        elif target is not None:
+            self._chunk._device.free(target)
+
     def discard(self) -> None:
         """Forget the reduced gradient, and restore the parameters whose place it took."""
         self.wait()
-        chunk = self._chunk
-        if self.result is not None and self.result is chunk.shard:
-            assert chunk._master is not None
-            chunk.shard.copy_(chunk._master)
+        if self.result is not None and self.result is self._chunk._shard:
+            self._restore_shard()
         self.drop()
 
     def drop(self) -> None:
@@ -221,15 +262,11 @@ class Reduction:
         self.result = self._result_tier = None
 
     def abandon(self) -> None:
-        """Forget the gradients of an interrupted backward."""
-        chunk = self._chunk
+        """Forget the gradients of an interrupted backward, taken or under way."""
         if self._running is not None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(Exception):  # it was, or will be, reported where it is waited for
                 self._running.wait()
-        if self._target is not None and self._target is chunk.shard:
-            self.result, self._result_tier = self._target, None  # what it replaced comes back with `discard`
-        elif self._target is not None:
-            chunk._device.free(self._target)
-        self._running = self._target = None
-        self._num_ready = 0
+        self._running = None
+        self._forget_target()
         self._return_buffer()
+        self._num_ready = 0

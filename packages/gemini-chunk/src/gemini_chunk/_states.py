@@ -47,6 +47,7 @@ class TensorInfo:
         numel: number of elements.
         state: where it stands in the table of transitions.
         users: scopes that use it now.
+        forward_generation: the chunk's generation when a forward used it last; kept in debug mode.
     """
 
     name: str
@@ -56,6 +57,7 @@ class TensorInfo:
     numel: int
     state: TensorState = TensorState.HOLD
     users: int = 0
+    forward_generation: int | None = field(default=None, repr=False)
     placeholder: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
     view: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,9 @@ from gemini_chunk._errors import TierFullError
 TierName = Literal["device", "host", "disk"]
 
 _HOLDERS_NAMED = 3
+
+# Below this, a mapping's last page would be a noticeable part of it, and the process's own allocator serves.
+_SMALLEST_MAPPING = 1 << 18
 
 
 class Tier:
@@ -32,15 +35,11 @@ class Tier:
         capacity: bytes that may be in use at a time, or None.
         used: bytes in use.
         peak: largest value of ``used`` so far, or since `reset_peak`.
+        poisons: fill memory with NaN when it is allocated and before it is freed; set in debug mode.
     """
 
     def __init__(
-        self,
-        name: TierName,
-        device: torch.device,
-        capacity: int | None,
-        empty: Callable[[int], Tensor] | None = None,
-        drop: Callable[[Tensor], None] | None = None,
+        self, name: TierName, device: torch.device, capacity: int | None, mappings: _Mappings | None = None
     ) -> None:
         if type(capacity) not in (int, type(None)):
             raise TypeError(f"capacity of the {name} tier is a number of bytes (int) or None, got {capacity!r}.")
@@ -51,10 +50,10 @@ class Tier:
         self.capacity = capacity
         self.used = 0
         self.peak = 0
+        self.poisons = False
         self._holders: dict[str, int] = {}
         self._allocated: dict[int, tuple[str, int]] = {}
-        self._empty = empty
-        self._drop = drop
+        self._mappings = mappings
 
     def __repr__(self) -> str:
         limit = "no capacity" if self.capacity is None else f"capacity {self.capacity:,}"
@@ -78,6 +77,8 @@ class Tier:
         if self.capacity is not None and self.used + num_bytes > self.capacity:
             largest = ", ".join(f"{name} ({size:,})" for name, size in list(self.holders.items())[:_HOLDERS_NAMED])
             raise TierFullError(self.name, holder, num_bytes, self.used, self.capacity, largest)
+        if num_bytes == 0:
+            return
         self.used += num_bytes
         self.peak = max(self.peak, self.used)
         self._holders[holder] = self._holders.get(holder, 0) + num_bytes
@@ -103,25 +104,53 @@ class Tier:
         try:
             # Autograd refuses to save memory that was allocated in inference mode for a later backward.
             with torch.inference_mode(False):
-                if self._empty is None or num_bytes == 0:
+                if self._mappings is None or num_bytes < self._mappings.smallest:
                     memory = torch.empty(numel, dtype=dtype, device=self.device)
                 else:
-                    memory = self._empty(num_bytes).view(dtype)
+                    memory = self._mappings.empty(num_bytes).view(dtype)
         except BaseException:
             self.discharge(holder, num_bytes)
             raise
         if num_bytes:
             self._allocated[memory.data_ptr()] = (holder, num_bytes)
+            if self.poisons:
+                fill_with_poison(memory)
         return memory
 
     def free(self, memory: Tensor) -> None:
-        """Take back what `allocate` returned; the caller drops its references."""
+        """Take back what `allocate` returned; the caller drops its references.
+
+        Raises:
+            ValueError: the memory is not allocated here (any more).
+        """
         if memory.numel() == 0:
             return
-        holder, num_bytes = self._allocated.pop(memory.data_ptr())
+        pointer = memory.data_ptr()
+        if pointer not in self._allocated:
+            raise ValueError(f"This memory of {memory.nbytes:,} bytes is not allocated in the {self.name} tier.")
+        holder, num_bytes = self._allocated.pop(pointer)
+        if self.poisons:
+            fill_with_poison(memory)
         self.discharge(holder, num_bytes)
-        if self._drop is not None:
-            self._drop(memory)
+        if self._mappings is not None:
+            self._mappings.drop(pointer)
+
+    def page_out(self, memory: Tensor) -> None:
+        """Tell that what `allocate` returned is not needed soon; its values stay.
+
+        In the disk tier its pages leave the process: the system writes them back, and reads them when they are next
+        touched. Elsewhere nothing happens.
+        """
+        if self._mappings is not None and memory.numel():
+            self._mappings.page_out(memory.data_ptr())
+
+
+def fill_with_poison(memory: Tensor) -> None:
+    """Fill with NaN, whatever floating dtype; integers get -1 or their largest value, booleans True."""
+    if memory.dtype is torch.bool:
+        memory.fill_(True)
+    else:
+        memory.detach().view(torch.uint8).fill_(0xFF)
 
 
 def device_tier(device: torch.device | str | None = None, capacity: int | None = None) -> Tier:
@@ -150,10 +179,7 @@ def host_tier(capacity: int | None = None, *, pin_memory: bool = False) -> Tier:
         pin_memory: page-lock what is allocated, in exact sizes (torch's own pinned allocator rounds every block up to
             a power of two). Where locking is not available or fails, one warning, and pageable memory.
     """
-    if not pin_memory:
-        return Tier("host", torch.device("cpu"), capacity)
-    lock = _PageLock()
-    return Tier("host", torch.device("cpu"), capacity, lock.empty, lock.drop)
+    return Tier("host", torch.device("cpu"), capacity, _PageLocks() if pin_memory else _Mappings())
 
 
 def disk_tier(directory: str | os.PathLike[str], capacity: int | None = None) -> Tier:
@@ -172,24 +198,68 @@ def disk_tier(directory: str | os.PathLike[str], capacity: int | None = None) ->
     folder = Path(directory)
     if not folder.is_dir():
         raise NotADirectoryError(f"The disk tier needs an existing folder, got {str(folder)!r}.")
+    return Tier("disk", torch.device("cpu"), capacity, _Files(folder))
 
-    def empty(num_bytes: int) -> Tensor:
-        with tempfile.TemporaryFile(dir=folder) as file:
+
+class _Mappings:
+    """Private pages of exactly the size asked for, which leave the process as soon as they are dropped.
+
+    The process's own allocator keeps what is freed below a threshold that it moves by itself.
+    """
+
+    smallest = _SMALLEST_MAPPING
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return new bytes, shape ``(num_bytes,)``."""
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):  # where the system has no such pages, small ones do
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def drop(self, pointer: int) -> None:
+        """Forget bytes that are about to go."""
+
+    def page_out(self, pointer: int) -> None:
+        """Let bytes leave the process until they are needed."""
+
+
+class _Files(_Mappings):
+    """Pages of files that have no name any more."""
+
+    smallest = 1
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pages: dict[int, mmap.mmap] = {}
+
+    def empty(self, num_bytes: int) -> Tensor:
+        with tempfile.TemporaryFile(dir=self._folder) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
-            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+            pages = mmap.mmap(file.fileno(), num_bytes)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        self._pages[memory.data_ptr()] = pages
+        return memory
 
-    return Tier("disk", torch.device("cpu"), capacity, empty)
+    def drop(self, pointer: int) -> None:
+        self._pages.pop(pointer, None)
+
+    def page_out(self, pointer: int) -> None:
+        if pointer in self._pages and hasattr(mmap, "MADV_DONTNEED"):
+            # Of a shared mapping this drops the process's references only: what was written is the file's already.
+            self._pages[pointer].madvise(mmap.MADV_DONTNEED)
 
 
-class _PageLock:
+class _PageLocks(_Mappings):
     """Page-locked memory in exact sizes, where the accelerator's runtime can register memory."""
+
+    smallest = 1
 
     def __init__(self) -> None:
         self._warned = False
         self._locked: set[int] = set()
 
     def empty(self, num_bytes: int) -> Tensor:
-        memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        memory = super().empty(num_bytes)
         try:
             _register(memory.data_ptr(), num_bytes)
         except RuntimeError as error:
@@ -200,10 +270,10 @@ class _PageLock:
             self._locked.add(memory.data_ptr())
         return memory
 
-    def drop(self, memory: Tensor) -> None:
-        if memory.data_ptr() in self._locked:
-            self._locked.remove(memory.data_ptr())
-            _unregister(memory.data_ptr())
+    def drop(self, pointer: int) -> None:
+        if pointer in self._locked:
+            self._locked.remove(pointer)
+            _unregister(pointer)
 
 
 def _register(pointer: int, num_bytes: int) -> None:

@@ -1,0 +1,67 @@
+"""Gradient buffers of the compute device that chunks borrow in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gemini_chunk._errors import TierFullError
+from gemini_chunk._tiers import Tier
+
+
+class GradientBuffers:
+    """Buffers of the compute device, lent to chunks and reused: fresh memory costs more than the copy into it.
+
+    Args:
+        device: the tier they are taken from.
+        finish_reductions: waits for all reductions under way, whose buffers then come back.
+        release_unused: releases the chunks that nobody uses.
+    """
+
+    def __init__(self, device: Tier, finish_reductions: Callable[[], None], release_unused: Callable[[], None]) -> None:
+        self._device = device
+        self._finish_reductions = finish_reductions
+        self._release_unused = release_unused
+        self._idle: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `BufferPool.take`."""
+        buffer = self._take_idle(numel, dtype)
+        if buffer is not None:
+            return buffer
+        self.clear()  # those are too small, or of another dtype: they would only hold memory
+        try:
+            return self._allocate(numel, dtype)
+        except TierFullError:
+            self._finish_reductions()
+            buffer = self._take_idle(numel, dtype)
+            if buffer is None:
+                self.clear()
+                self._release_unused()
+                buffer = self._allocate(numel, dtype)
+            return buffer
+
+    def _take_idle(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        for index, buffer in enumerate(self._idle):
+            if buffer.dtype == dtype and buffer.numel() >= numel:
+                return self._idle.pop(index)
+        return None
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._device.allocate(numel, dtype, "gradient buffers")
+
+    def give_back(self, buffer: Tensor) -> None:
+        """See `BufferPool.give_back`."""
+        self._idle.append(buffer)
+
+    def make_room(self) -> None:
+        """See `BufferPool.make_room`."""
+        self._finish_reductions()
+        self.clear()
+
+    def clear(self) -> None:
+        """Free the buffers that nobody has borrowed."""
+        while self._idle:
+            self._device.free(self._idle.pop())

@@ -1,0 +1,103 @@
+"""The full buffer of a chunk: its storage, its account, and what the tensors are while it is there or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from gemini_chunk._states import TensorInfo, TensorState
+from gemini_chunk._tiers import Tier, fill_with_poison
+
+
+class FullBuffer:
+    """The memory of a whole chunk, taken and freed again and again under one storage object.
+
+    [Note: The full buffer keeps its storage]
+    Freeing gives the bytes of the storage back and taking brings them again, but the storage object lives as long as
+    the chunk. Operators save views of a parameter for backward (a linear layer saves ``weight.t()``); those views
+    become valid again with the next gather.
+
+    Args:
+        numel: elements.
+        dtype: dtype of the elements.
+        tier: where the bytes are taken and counted.
+        holder: for whom.
+        tensors: get a cached view and a placeholder each.
+
+    Attributes:
+        data: the elements, shape ``(numel,)``; without bytes while not held.
+        is_held: whether the bytes are there.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, tier: Tier, holder: str, tensors: Iterable[TensorInfo]) -> None:
+        self._tier = tier
+        self._holder = holder
+        self._num_bytes = numel * dtype.itemsize
+        self.is_held = False
+        with torch.inference_mode(False), torch.no_grad():
+            self.data = torch.empty(numel, dtype=dtype, device=tier.device)
+            nan = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+            poison = torch.full((), nan, dtype=dtype, device=tier.device)
+            for info in tensors:
+                info.placeholder = poison.expand(info.shape)
+                info.view = self.data.narrow(0, info.offset, info.numel).view(info.shape)
+        self._storage = self.data.untyped_storage()
+        self._storage.resize_(0)
+
+    def take(self) -> None:
+        """Take the bytes; their contents are undefined.
+
+        Raises:
+            TierFullError: the tier has no room; nothing has changed.
+        """
+        if self.is_held:
+            return
+        self._tier.charge(self._holder, self._num_bytes)
+        try:
+            self._storage.resize_(self._num_bytes)
+        except BaseException:
+            self._tier.discharge(self._holder, self._num_bytes)
+            raise
+        self.is_held = True
+        if self._tier.poisons:
+            fill_with_poison(self.data)
+
+    def free(self) -> None:
+        """Give the bytes back."""
+        if not self.is_held:
+            return
+        if self._tier.poisons:
+            fill_with_poison(self.data)
+        self._storage.resize_(0)
+        self._tier.discharge(self._holder, self._num_bytes)
+        self.is_held = False
+
+
+def show(tensors: Iterable[TensorInfo]) -> None:
+    """Let tensors be views of the full buffer."""
+    for info in tensors:
+        info.tensor.data = info.view
+        if info.state is TensorState.FREE:  # legal by the table; thousands of tensors pass here in a step
+            info.state = TensorState.HOLD
+
+
+def hide(tensors: Iterable[TensorInfo]) -> None:
+    """Let tensors be placeholders."""
+    for info in tensors:
+        info.tensor.data = info.placeholder
+        if info.state is TensorState.HOLD:
+            info.state = TensorState.FREE
+
+
+def settle_states(tensors: Iterable[TensorInfo], *, visible: bool) -> None:
+    """Bring tensors whose gradients have been reduced, or will not come, back to what the chunk is now."""
+    for info in tensors:
+        if info.state is TensorState.HOLD_AFTER_BWD:
+            info.to(TensorState.READY_FOR_REDUCE)
+        if info.state is TensorState.READY_FOR_REDUCE:
+            info.to(TensorState.HOLD)
+            if info.users:
+                info.to(TensorState.COMPUTE)
+            elif not visible:
+                info.to(TensorState.FREE)

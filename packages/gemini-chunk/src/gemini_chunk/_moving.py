@@ -1,0 +1,85 @@
+"""Carrying a chunk's shard from one tier to another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gemini_chunk._collectives import Done, Handle, Waiting
+from gemini_chunk._errors import ChunkError
+from gemini_chunk._tiers import Tier
+
+if TYPE_CHECKING:
+    from gemini_chunk._chunk import Chunk
+
+
+class Mover:
+    """The move of a chunk's shard that is under way, if there is one; reads and sets the chunk's buffers."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
+        self._tier: Tier | None = None
+        self._target = torch.empty(0)
+        self._copied: torch.Event | None = None
+        self._starts = 0
+
+    @torch.no_grad()
+    def start(self, tier: Tier) -> Handle:
+        """See `Chunk.start_move`."""
+        chunk = self._chunk
+        self.finish()
+        if tier is chunk._rest:
+            return Done()
+        if chunk._keep or chunk.users:
+            raise ChunkError(f"{chunk.name} cannot move: it {'keeps gathered' if chunk._keep else 'is in use'}.")
+        chunk.wait_reduce()
+        if chunk.gradient is not None:
+            raise ChunkError(f"{chunk.name} cannot move: it holds a gradient.")
+        chunk._finish_transfers()
+        if chunk.world_size == 1 and tier is chunk._device:
+            chunk.gather()
+            old, rest = chunk._shard, chunk._rest
+            chunk._alias()
+            chunk._rest = tier
+            rest.free(old)
+            return Done()
+        target = tier.allocate(chunk.shard_numel, chunk.dtype, f"{chunk.name} parameters")
+        try:
+            target.copy_(chunk._shard, non_blocking=True)
+            self._copied = _event_after(target, chunk._shard)
+        except BaseException:
+            tier.free(target)
+            raise
+        self._tier, self._target = tier, target
+        self._starts += 1
+        number = self._starts
+        return Waiting(lambda: self.finish() if self._starts == number else None)
+
+    def finish(self) -> None:
+        """Wait for the copy and let it be the shard."""
+        if self._tier is None:
+            return
+        if self._copied is not None:
+            self._copied.synchronize()
+        chunk, tier, target = self._chunk, self._tier, self._target
+        self._tier, self._target, self._copied = None, torch.empty(0), None
+        if chunk.keeps_gathered:  # a single rank's chunk that leaves the compute tier
+            chunk._hide()
+            chunk._aliased = False
+            chunk._drop_full()
+        else:
+            chunk._rest.free(chunk._shard)
+        chunk._shard, chunk._rest = target, tier
+        chunk._page_out()
+
+
+def _event_after(*tensors: Tensor) -> torch.Event | None:
+    """Return an event behind the copies between tensors that were started, or None where they are over."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            event = torch.Event(tensor.device.type)
+            event.record()
+            return event
+    return None
