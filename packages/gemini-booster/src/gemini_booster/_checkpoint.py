@@ -162,13 +162,19 @@ def load_model(model: GeminiDDP, checkpoint: str | os.PathLike[str], *, strict: 
     model.load_state_dict(_Aliased(state, aliases), strict=strict)
 
 
+def _is_torch_file(file: Path) -> bool:
+    """Tell a file of ``torch.save``, a zip archive, from one in safetensors, whatever its name."""
+    with file.open("rb") as opened:
+        return opened.read(2) == b"PK"
+
+
 class _SavedState(Mapping[str, Tensor]):
     """Tensors of files, read when asked for."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._readers: dict[str, Any] = {}
         for file in files:
-            if file.suffix == ".safetensors":
+            if not _is_torch_file(file):
                 reader = safe_open(file, framework="pt")
                 self._readers.update(dict.fromkeys(reader.keys(), reader.get_tensor))  # type: ignore[no-untyped-call] # safetensors is untyped
             else:

@@ -192,6 +192,17 @@ class GeminiDDP(ZeroDDP[Chunk]):
         if verbose and manager.collectives.rank == 0:
             logger.info("%s\n%s", manager.describe(), placement.describe())
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that no step has used.
+
+        Args:
+            set_to_none: has no effect: dropped gradients take no memory either way.
+        """
+        del set_to_none
+        for shard in self.shards:
+            if shard.grad() is not None:
+                shard.discard()
+
     def named_master_values(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield like `named_full_values`, but the master weights of trainable parameters.
 

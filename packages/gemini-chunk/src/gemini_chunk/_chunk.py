@@ -228,7 +228,8 @@ class Chunk(UsedLayout):
         self._full.take()
         # Padding between the used elements and the next multiple of the world size travels in collectives.
         self._full.data[self.used_numel :] = 0
-        self._shard = self._own_part(self._full.data)
+        with torch.inference_mode(False):  # an optimizer will write to this view
+            self._shard = self._own_part(self._full.data)
         self._aliased = True
 
     def _own_part(self, full: Tensor) -> Tensor:

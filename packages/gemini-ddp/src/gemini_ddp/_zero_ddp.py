@@ -58,6 +58,7 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         self._input_dtype = input_dtype
         self._force_outputs_fp32 = force_outputs_fp32
         self._engine = Engine(module, store, planner, scales_loss=scales_loss)
+        self._state_hook = module.register_state_dict_pre_hook(_refuse_placeholders)
         setattr(module, _MARK, True)
         self.training = module.training
 
@@ -101,6 +102,7 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
     def detach(self) -> nn.Module:
         """Take the hooks off and return the module; its parameters stay in the store."""
         self._engine.remove_hooks()
+        self._state_hook.remove()
         setattr(self.module, _MARK, False)
         return self.module
 
@@ -123,6 +125,15 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the module's buffers under their own names."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Raise: gradients lie in the store, where the optimizer drops them.
+
+        Raises:
+            ZeroDDPError: always.
+        """
+        del set_to_none
+        raise ZeroDDPError("The model's gradients lie in shards. Call optimizer.zero_grad() instead of the model's.")
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:  # noqa: ARG002
         raise ZeroDDPError(
@@ -207,6 +218,16 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
                 else:
                     self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _refuse_placeholders(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Let nobody save placeholders for parameters; who asks for the entries themselves knows what they are."""
+    del prefix
+    if not keep_vars and any(p.untyped_storage().nbytes() < p.numel() * p.element_size() for p in module.parameters()):
+        raise ZeroDDPError(
+            f"The parameters of this {type(module).__name__} lie in shards: its own state_dict() would hold "
+            "placeholders. Call state_dict() of the wrapped model, or save with booster.save_model(wrapped_model, ...)."
+        )
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:

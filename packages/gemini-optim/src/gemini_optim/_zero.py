@@ -380,8 +380,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for piece in active:
             left[piece.shard_index] += 1
         for index, count in left.items():
-            if not count:  # it has a gradient, but only of parameters that are not optimized
-                shards[index].discard()
+            if not count:
+                # Its gradient is of parameters that are not optimized, or of padding. Other ranks may update their part
+                # of the chunk, and all must do the same to it.
+                shards[index].commit()
         arguments: tuple[torch.optim.Optimizer, tuple[()], dict[str, Any]] = (self._optim, (), {})
         for before in list(self._optim._optimizer_step_pre_hooks.values()):  # [Note: One step, many calls]
             before(*arguments)
