@@ -97,18 +97,21 @@ def parse_arguments() -> tuple[argparse.Namespace, GeminiPlugin]:
         parser.error("--offload-param-frac acts only with --shard-param-frac 1 and --offload-optim-frac 1.")
     size = SIZES[args.model]
     args.lr = size.lr if args.lr is None else args.lr
-    plugin = GeminiPlugin(
-        precision=args.precision,
-        placement_policy=args.placement_policy,
-        device_capacity=args.device_capacity,
-        host_capacity=args.host_capacity,
-        hidden_dim=size.width,
-        min_chunk_size_m=size.chunk_m,
-        search_range_m=size.chunk_m,
-        max_norm=1.0,
-        initial_scale=2**5,
-        **given,
-    )
+    try:
+        plugin = GeminiPlugin(
+            precision=args.precision,
+            placement_policy=args.placement_policy,
+            device_capacity=args.device_capacity,
+            host_capacity=args.host_capacity,
+            hidden_dim=size.width,
+            min_chunk_size_m=size.chunk_m,
+            search_range_m=size.chunk_m,
+            max_norm=1.0,
+            initial_scale=2**5,
+            **given,
+        )
+    except ValueError as error:
+        raise SystemExit(f"train_gpt.py: {error}") from None
     return args, plugin
 
 
