@@ -138,7 +138,11 @@ def test_chunk_manager_alone_needs_the_chunk_package_and_the_model_that_it_runs(
     tree = ast.parse((ROOT / "examples" / "chunk_manager_alone.py").read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names == {"torch", "transformers", "gemini_chunk"}
+    assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names == {
+        "torch",
+        "transformers",
+        "gemini_chunk",
+    }
 
 
 def test_validation_text_follows_the_training_text() -> None:
