@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gemini_chunk._collectives import Collectives
 from gemini_chunk._states import TensorInfo
+from gemini_chunk._tiers import mapped_memory
 
 Synchronise = Literal["broadcast", "check"]
 
@@ -46,6 +47,7 @@ class Synchroniser:
         self._chunk = chunk
         self._tensors = tensors
         self._unlike: list[bool] = []
+        self._scratch: Tensor | None = None
         if self._mode == "check":
             self._compare_facts()
 
@@ -76,25 +78,41 @@ class Synchroniser:
         Raises:
             ValueError: this rank's value has another shape, or none at all.
         """
+        if self._mode == "broadcast" and self._collectives.rank > 0 and info.numel:
+            self._unlike.append(False)
+            return self._receive(info)  # this rank's own value is not even made
         mine = info.tensor.detach() if source is None else source().detach()
         if mine.shape != info.shape:
             raise ValueError(f"{info.name!r} has shape {tuple(info.shape)}; its value has {tuple(mine.shape)}.")
         if mine.is_meta:
             raise ValueError(f"{info.name!r} is on the meta device: it has no value. Give a source for it.")
-        if self._mode is None or mine.numel() == 0:
+        if self._mode is None or info.numel == 0:
             self._unlike.append(False)
             return mine
-        shape, dtype = mine.shape, mine.dtype
-        # Into memory of its own: this rank's tensor may be shared, or mapped from a file that cannot be written.
         if self._collectives.rank == 0:
-            mine = rank_0s = mine.to(self._device).contiguous()
-        else:
-            if self._mode == "broadcast":
-                del mine
-            rank_0s = torch.empty(shape, dtype=dtype, device=self._device)
-        self._collectives.broadcast(rank_0s)
-        self._unlike.append(self._mode == "check" and not _same_bits(mine, rank_0s))
+            mine = mine.to(self._device, info.tensor.dtype).contiguous()
+            self._collectives.broadcast(mine)
+            self._unlike.append(False)
+            return mine
+        rank_0s = self._receive(info)
+        self._unlike.append(not _same_bits(mine, rank_0s))
         return rank_0s
+
+    def _receive(self, info: TensorInfo) -> Tensor:
+        """Return rank 0's value, in memory that the next call uses again.
+
+        It is memory of its own: this rank's tensor may be shared, or mapped from a file that cannot be written.
+        """
+        if self._scratch is None:
+            most = max(other.numel * other.tensor.dtype.itemsize for other in self._tensors)
+            on_host = self._device.type == "cpu"
+            self._scratch = (
+                mapped_memory(most) if on_host else torch.empty(most, dtype=torch.uint8, device=self._device)
+            )
+        dtype = info.tensor.dtype
+        value = self._scratch[: info.numel * dtype.itemsize].view(dtype).view(info.shape)
+        self._collectives.broadcast(value)
+        return value
 
     def finish(self) -> None:
         """Raise on every rank if "check" found a difference on any.

@@ -201,6 +201,14 @@ def disk_tier(directory: str | os.PathLike[str], capacity: int | None = None) ->
     return Tier("disk", torch.device("cpu"), capacity, _Files(folder))
 
 
+def mapped_memory(num_bytes: int) -> Tensor:
+    """Return bytes of main memory that leave the process when the tensor does.
+
+    What malloc takes back stays in the process where younger memory lies behind it, as shards do behind a buffer.
+    """
+    return _Mappings().empty(num_bytes)
+
+
 class _Mappings:
     """Private pages of exactly the size asked for, which leave the process as soon as they are dropped.
 
