@@ -42,6 +42,8 @@ DECIDED_BEFORE = {
     "HybridAdam.__init__",
     "ZeroDDP.named_buffers",
     "ZeroDDP.named_parameters",
+    "GeminiDDP.zero_grad",
+    "ZeroDDP.zero_grad",
     "ZeroOptimizer.zero_grad",
     "ZeroDDP.forward",
     "ZeroDDP.state_dict",
