@@ -78,8 +78,15 @@ def main() -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=CHUNK_NUMEL // WIDTH, n_positions=64, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
-    config.bos_token_id = config.eos_token_id = 0  # GPT-2's own lie outside this small vocabulary
+    config = GPT2Config(
+        vocab_size=CHUNK_NUMEL // WIDTH,
+        n_positions=64,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=4,
+        bos_token_id=0,  # GPT-2's own tokens lie outside this small vocabulary
+        eos_token_id=0,
+    )
     model = GPT2LMHeadModel(config).eval()
     tokens = torch.randint(config.vocab_size, (2, 48))
 

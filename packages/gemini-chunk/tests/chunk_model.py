@@ -324,6 +324,9 @@ class ModelChunk:
     def discard(self) -> None:
         self.finish_gather()
         self.finish_reduce()
+        if self.filling:
+            self.return_buffer()
+            self.finish_states()
         self.drop_gradient()
         self.show_again()
 

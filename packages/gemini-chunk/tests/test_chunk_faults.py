@@ -106,13 +106,15 @@ def test_what_was_registered_before_a_tier_was_full_is_managed_and_the_rest_is_n
     manager.register(named(params[2:]), 6, rest="device")
 
 
-def test_a_tensor_is_appended_once_and_dense() -> None:
+def test_a_tensor_is_appended_once_and_dense_and_has_memory() -> None:
     chunk, tensor = Chunk(64, torch.float32, device=device_tier("cpu")), torch.zeros(3)
     chunk.append(tensor, "a")
     with pytest.raises(ValueError, match="'b' is in chunk 0 already, as 'a'"):
         chunk.append(tensor, "b")
     with pytest.raises(TypeError, match=r"'c' has layout torch\.sparse_coo"):
         chunk.append(torch.zeros(3).to_sparse(), "c")
+    with pytest.raises(TypeError, match="'d' is on the meta device"):
+        chunk.append(torch.zeros(3, device="meta"), "d", source=lambda: torch.zeros(3))
     assert chunk.used_numel == 3
     with pytest.raises(ValueError, match="as 'a'"):
         ChunkManager(device=device_tier("cpu")).register([("a", tensor), ("b", tensor)], 64)
@@ -125,7 +127,6 @@ def train(manager: ChunkManager, params: list[nn.Parameter], steps: int = 3) -> 
     """Prefetch, use, take gradients, reduce and update, as a training loop would."""
     for step in range(steps):
         chunks = manager.chunks
-        manager.start_backward()
         for index, chunk in enumerate(chunks):
             manager.start_gather(chunk)
             if index + 1 < len(chunks):

@@ -20,6 +20,10 @@ def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+def peak():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
 MIB = 2**20
 COUNT, NUMEL = 64, 4 * MIB  # 64 chunks of 16 MiB
 TOTAL = COUNT * NUMEL * 4
@@ -49,6 +53,21 @@ for chunk in manager.chunks:
 assert manager.tiers["host"].used == 0
 freed = resident() - before
 assert freed < 0.03 * TOTAL, f"{freed / TOTAL:.3f} of the account is resident after freeing"
+"""
+
+BUILD = """
+manager = ChunkManager(device=device_tier("cpu", capacity=0), host=host_tier())
+tensors = [torch.zeros(()).expand(NUMEL) for _ in range(COUNT // 2)]
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak starts again from what is resident now
+before = resident()
+for index, tensor in enumerate(tensors):
+    chunk = manager.add_chunk([(str(index), tensor)], sources={str(index): lambda: torch.full((NUMEL,), 1.0)})
+    manager.close(chunk, rest="host")
+most = peak() - before
+shards = manager.tiers["host"].used
+assert shards == TOTAL // 2
+assert most < 1.03 * shards + NUMEL * 4, f"{(most - shards) / NUMEL / 4:.2f} chunks more than the shards were resident"
 """
 
 DISK = """
@@ -85,6 +104,10 @@ def run(script: str, *arguments: str) -> None:
 
 def test_resident_memory_follows_the_account_of_the_host_tier() -> None:
     run(HOST)
+
+
+def test_building_holds_the_shards_and_no_more_than_one_chunk_beside_them() -> None:
+    run(BUILD)
 
 
 def test_the_disk_tier_takes_no_resident_memory(tmp_path: Path) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini_chunk import ChunkManager, LocalCollectives, ProcessGroupCollectives, device_tier, disk_tier, host_tier
+from gemini_chunk import (
+    ChunkManager,
+    LocalCollectives,
+    ProcessGroupCollectives,
+    TierFullError,
+    device_tier,
+    disk_tier,
+    host_tier,
+)
 from gemini_chunk.testing import CountingCollectives
 from ranks import run_ranks
 
@@ -256,6 +266,45 @@ def check_reading_under_a_gradient(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_are_read_while_a_gradient_is_in_their_place(world_size: int) -> None:
     run_ranks(check_reading_under_a_gradient, world_size)
+
+
+def test_a_tensor_stands_for_its_chunk() -> None:
+    params = [nn.Parameter(torch.full((4,), float(index))) for index in range(2)]
+    manager = ChunkManager(device=device_tier("cpu"))
+    first, second = manager.register([(str(i), p) for i, p in enumerate(params)], 4, rest="host")
+    manager.start_gather(params[1])
+    manager.gather(params[1])
+    assert (first.is_gathered, second.is_gathered) == (False, True)
+    manager.release(params[1])
+    assert not second.is_gathered
+    manager.move(params[1], "device")
+    manager.start_move(params[1], "host").wait()
+    assert (first.tier, second.tier) == ("host", "host")
+    manager.take_gradient(params[1], torch.ones(4))
+    manager.start_reduce(params[1])
+    manager.finish_backward(unused={params[0]})
+    assert second.gradient is not None
+    assert torch.equal(second.gradient, torch.ones(4))
+    for call in (manager.gather, manager.release, manager.start_reduce):
+        with pytest.raises(KeyError, match="not managed here"):
+            call(torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["device", "host", "disk"])
+def test_any_tier_may_compute(name: str, tmp_path: Path) -> None:
+    made = {"device": device_tier("cpu", 32), "host": host_tier(32), "disk": disk_tier(tmp_path, 32)}
+    params = [nn.Parameter(torch.full((4,), float(index))) for index in range(3)]
+    manager = ChunkManager(device=made[name], host=host_tier())
+    chunks = manager.register([(str(i), p) for i, p in enumerate(params)], 4, rest="host")
+    manager.begin_use(params[:2])
+    assert manager.memory_usage()["device"] == {"used": 32, "peak": 32, "capacity": 32}
+    assert [p.sum().item() for p in params[:2]] == [0.0, 4.0]
+    with pytest.raises(TierFullError, match=f"The {name} tier cannot hold 16 more bytes"):
+        manager.gather(chunks[2])
+    manager.end_use(params[:2], in_backward=False)
+    manager.rest()
+    manager.move(chunks[2], "device")
+    assert {tier: usage["used"] for tier, usage in manager.memory_usage().items()} == {"device": 16, "host": 32}
 
 
 def test_describe_tells_where_two_chunks_rest(tmp_path: object) -> None:

@@ -49,6 +49,12 @@ class Pool:
         pass
 
 
+def new_tier(name: TierName, capacity: int | None) -> Tier:
+    if name == "disk":
+        return disk_tier(tempfile.gettempdir(), capacity)
+    return host_tier(capacity) if name == "host" else device_tier("cpu", capacity)
+
+
 def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
@@ -109,11 +115,12 @@ class ChunkMachine(RuleBasedStateMachine):
         }
         self.account = Account(capacities)
         self.board = Board(world_size)
+        computes = data.draw(st.sampled_from(TIERS), label="what the tier that computes is")
         self.tiers: list[dict[TierName, Tier]] = [
             {
-                "device": device_tier("cpu", capacities["device"]),
-                "host": host_tier(capacities["host"]),
-                "disk": disk_tier(tempfile.gettempdir(), capacities["disk"]),
+                "device": new_tier(computes, capacities["device"]),
+                "host": new_tier("host", capacities["host"]),
+                "disk": new_tier("disk", capacities["disk"]),
             }
             for _ in range(world_size)
         ]
@@ -331,11 +338,11 @@ class ChunkMachine(RuleBasedStateMachine):
 
     def every_value_is_right(self) -> None:
         for model, chunks in zip(getattr(self, "models", []), getattr(self, "chunks", []), strict=True):
-            for chunk in chunks:
+            for chunk, tiers in zip(chunks, self.tiers, strict=True):
                 assert [info.state.name for info in chunk.tensors] == model.states
                 assert [info.users for info in chunk.tensors] == model.users
                 facts = (chunk.is_gathered, chunk.tier, chunk.has_local_gradient, chunk.keeps_gathered)
-                assert facts == (model.visible, model.rest, model.filling, model.aliased)
+                assert facts == (model.visible, tiers[model.rest].name, model.filling, model.aliased)
                 for info, value in zip(chunk.tensors, model.values, strict=True):
                     if model.visible:
                         assert same(info.tensor, value)

@@ -1,6 +1,8 @@
 """Tiers: every byte is counted, a capacity is kept, disk memory has no name, pinning falls back."""
 
+import errno
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,13 +38,19 @@ def test_allocations_are_counted_until_they_are_freed(tier: Tier) -> None:
 
 
 def test_a_full_tier_refuses_and_says_who_holds_it(tier: Tier) -> None:
-    tier.allocate(200, torch.float32, "the big one")
+    for holder, numel in [("b", 5), ("a", 180), ("c", 7), ("d", 8)]:
+        tier.allocate(numel, torch.float32, holder)
     with pytest.raises(
-        TierFullError, match=r"cannot hold 204 more bytes for late.*800 of 1,000.*the big one"
+        TierFullError,
+        match=r"cannot hold 204 more bytes for late.*800 of 1,000.*holders: a \(720\), d \(32\), c \(28\)\.",
     ) as caught:
         tier.allocate(51, torch.float32, "late")
-    assert (caught.value.asked_bytes, caught.value.used_bytes, caught.value.capacity_bytes) == (204, 800, 1000)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    error = caught.value
+    assert (error.tier, error.holder) == (tier.name, "late")
+    assert (error.asked_bytes, error.used_bytes, error.capacity_bytes) == (204, 800, 1000)
+    assert list(error.largest_holders.items()) == [("a", 720), ("d", 32), ("c", 28)]
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), vars(copied)) == (str(error), vars(error))
     assert tier.used == 800
     tier.allocate(50, torch.float32, "exactly what is left")
 
@@ -66,9 +74,13 @@ def test_a_disk_tier_needs_a_folder(tmp_path: Path) -> None:
 
 def test_a_disk_that_cannot_give_the_blocks_is_an_error_at_once(tmp_path: Path) -> None:
     tier = disk_tier(tmp_path)
-    with pytest.raises(OSError, match=r"too large|space|big"):
+    free = shutil.disk_usage(tmp_path).free
+    says = r"cannot take 36,028,797,018,963,968 bytes: .*(too large|space|big).* bytes free.*" + tmp_path.name
+    with pytest.raises(OSError, match=says) as caught:
         tier.allocate(2**55, torch.uint8, "too much")
-    assert tier.used == 0
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+    assert (tier.used, tier.peak) == (0, 0)
+    assert shutil.disk_usage(tmp_path).free > 0.9 * free, "what was taken on the way is given back"
 
 
 def test_where_pinning_fails_there_is_one_warning_and_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:

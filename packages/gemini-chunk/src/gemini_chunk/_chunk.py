@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class Chunk(UsedLayout):
     Attributes:
         users: tensors in use.
         gathers: collectives that made the full buffer valid, so far.
+        sent_bytes: bytes that this rank has sent to others in collectives, so far.
         generation: counts the changes of the tensors' values.
 
     Raises:
@@ -83,6 +85,7 @@ class Chunk(UsedLayout):
         )
         self.users = 0
         self.gathers = 0
+        self.sent_bytes = 0
         self.generation = 0
         self._device = device
         self._debug = debug
@@ -97,6 +100,7 @@ class Chunk(UsedLayout):
         self._full: FullBuffer | None = None
         self._gathering: Handle | None = None
         self._mover = Mover(self)
+        self._with_gradient: set[TensorInfo] = set()
         self._reduction = Reduction(self)
 
     def __repr__(self) -> str:
@@ -109,6 +113,11 @@ class Chunk(UsedLayout):
     def tier(self) -> TierName:
         """Where the shard rests."""
         return self._rest.name
+
+    @property
+    def rest(self) -> Tier:
+        """The tier where the shard rests."""
+        return self._rest
 
     @property
     def is_gathered(self) -> bool:
@@ -194,7 +203,7 @@ class Chunk(UsedLayout):
             synchroniser = Synchroniser(synchronise, self._collectives, self._device.device, self.name, self.tensors)
             try:
                 self._allocate(rest, keep_gathered, master)
-                for info, source in zip(self.tensors, self._sources, strict=True):
+                for info, source in zip(self.tensors, self._sources.values(), strict=True):
                     write(self, info, synchroniser.value(info, source))
                 synchroniser.finish()
             except BaseException:
@@ -345,6 +354,8 @@ class Chunk(UsedLayout):
                 return Done()
             self._gathering = self._all_gather()
             self.gathers += 1
+            self.sent_bytes += self.shard_bytes * (self._world_size - 1)
+            self._device.receive(self._rest, self.shard_bytes)
         started = self._gathering
         return Waiting(lambda: self.gather() if self._gathering is started else None)
 
@@ -500,6 +511,18 @@ class Chunk(UsedLayout):
             )
         return self._reduction.take(info, gradient, pool)
 
+    def note_gradients(self, infos: Iterable[TensorInfo]) -> None:
+        """Note that some rank gave a gradient of these tensors in this backward."""
+        self._with_gradient.update(infos)
+
+    @property
+    def without_gradient(self) -> Sequence[TensorInfo]:
+        """The tensors of which no rank gave a gradient since the last `commit` or `discard`, all if `gradient` is None.
+
+        An optimizer must leave them alone: they are not updated with a gradient of zero.
+        """
+        return [info for info in self.tensors if info not in self._with_gradient]
+
     def _need_trainable(self) -> None:
         self._need_closed()
         if not self.trainable:
@@ -548,6 +571,7 @@ class Chunk(UsedLayout):
         if self._master is not None:
             self._shard.copy_(self._master)
         self._reduction.drop()
+        self._with_gradient.clear()
         self.generation += 1
         if not self._aliased:
             self.release()
@@ -559,10 +583,11 @@ class Chunk(UsedLayout):
         self._page_out()
 
     def discard(self) -> None:
-        """Drop the reduced gradient; the parameters keep the values they had before backward."""
+        """Drop the gradient, reduced or not; the parameters keep the values they had before backward."""
         self._need_closed()
         self._finish_transfers()
         self._reduction.discard()
+        self._with_gradient.clear()
         self._show_again()
 
     def reset(self) -> None:

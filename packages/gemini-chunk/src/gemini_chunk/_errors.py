@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class ChunkError(RuntimeError):
     """A broken sequence of calls on a chunk or a manager."""
@@ -20,14 +22,23 @@ class TierFullError(RuntimeError):
 
     Attributes:
         tier: name of the tier.
+        holder: for whom the memory was asked.
         asked_bytes: bytes that the refused allocation asked for.
         used_bytes: bytes in use when it was refused.
         capacity_bytes: bytes that the tier may hold.
+        largest_holders: bytes by holder, of those who hold most; largest first.
     """
 
     def __init__(
-        self, tier: str, holder: str, asked_bytes: int, used_bytes: int, capacity_bytes: int, largest: str
+        self,
+        tier: str,
+        holder: str,
+        asked_bytes: int,
+        used_bytes: int,
+        capacity_bytes: int,
+        largest_holders: Mapping[str, int],
     ) -> None:
+        largest = ", ".join(f"{name} ({num_bytes:,})" for name, num_bytes in largest_holders.items())
         super().__init__(
             f"The {tier} tier cannot hold {asked_bytes:,} more bytes for {holder}: {used_bytes:,} of "
             f"{capacity_bytes:,} bytes are in use. Largest holders: {largest or 'none'}. Raise the capacity, use "
@@ -38,9 +49,9 @@ class TierFullError(RuntimeError):
         self.asked_bytes = asked_bytes
         self.used_bytes = used_bytes
         self.capacity_bytes = capacity_bytes
-        self._largest = largest
+        self.largest_holders = dict(largest_holders)
 
-    def __reduce__(self) -> tuple[type[TierFullError], tuple[str, str, int, int, int, str]]:
+    def __reduce__(self) -> tuple[type[TierFullError], tuple[str, str, int, int, int, dict[str, int]]]:
         """Pickle by arguments: errors travel between processes in tests and launchers."""
-        fields = (self.tier, self.holder, self.asked_bytes, self.used_bytes, self.capacity_bytes, self._largest)
-        return type(self), fields
+        numbers = (self.asked_bytes, self.used_bytes, self.capacity_bytes)
+        return type(self), (self.tier, self.holder, *numbers, self.largest_holders)

@@ -102,7 +102,7 @@ class Layout:
         self._rank = rank
         self._world_size = world_size
         self._state_numel = state_numel
-        self._sources: list[Callable[[], Tensor] | None] = []
+        self._sources: dict[Tensor, Callable[[], Tensor] | None] = {}
         self._closed = False
 
     @property
@@ -170,15 +170,17 @@ class Layout:
 
         Raises:
             ChunkFullError: it does not fit into what is left.
-            TypeError: its dtype or its layout cannot be stored in this chunk.
+            TypeError: its dtype or its layout cannot be stored in this chunk, or it is on the meta device.
             ValueError: it is in this chunk already.
         """
         name = f"tensor {len(self.tensors)}" if name is None else name
         if self._closed:
             raise ChunkError(f"{self.name} is closed: {name!r} cannot be appended.")
-        for info in self.tensors:
-            if info.tensor is tensor:
-                raise ValueError(f"{name!r} is in {self.name} already, as {info.name!r}.")
+        if tensor in self._sources:
+            known = next(info.name for info in self.tensors if info.tensor is tensor)
+            raise ValueError(f"{name!r} is in {self.name} already, as {known!r}.")
+        if tensor.is_meta:
+            raise TypeError(f"{name!r} is on the meta device, which no tensor can leave; build it where it has memory.")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name!r} has layout {tensor.layout}; a chunk holds dense tensors.")
         if tensor.dtype != self.dtype and not (tensor.is_floating_point() and self.dtype.is_floating_point):
@@ -190,6 +192,6 @@ class Layout:
             )
         info = TensorInfo(name, tensor, tensor.shape, self.used_numel, numel)
         self.tensors += (info,)
-        self._sources.append(source)
+        self._sources[tensor] = source
         self.used_numel += numel
         return info

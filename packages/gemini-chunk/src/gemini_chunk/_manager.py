@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ from gemini_chunk._collectives import Collectives, Handle, make_collectives
 from gemini_chunk._describe import table
 from gemini_chunk._errors import ChunkError, TierFullError
 from gemini_chunk._layout import even_numel
-from gemini_chunk._order import ReduceOrder
 from gemini_chunk._states import TensorInfo
 from gemini_chunk._synchronise import Synchronise
 from gemini_chunk._tiers import Tier, TierName, device_tier, host_tier
+
+_ResultT = TypeVar("_ResultT")
 
 # One buffer is filled while one is being reduced: more would only hold memory.
 _REDUCTIONS_IN_FLIGHT = 1
@@ -34,7 +36,7 @@ class ChunkManager:
     `begin_use`, `end_use`, `take_gradient` and `finish_backward`.
 
     Args:
-        device: the tier that computes; by default ``device_tier()``.
+        device: the tier that computes; by default ``device_tier()``. On a machine without an accelerator any tier may.
         host: main memory; by default ``host_tier()``.
         disk: memory-mapped files; None where there are none.
         process_group: ranks that share the chunks; None is the default group, or one rank where none is initialised.
@@ -53,19 +55,21 @@ class ChunkManager:
         collectives: Collectives | None = None,
         debug: bool | None = None,
     ) -> None:
-        tiers = [device or device_tier(), host or host_tier(), *([disk] if disk is not None else [])]
-        self.tiers: dict[TierName, Tier] = {tier.name: tier for tier in tiers}
+        self.tiers: dict[TierName, Tier] = {"device": device or device_tier(), "host": host or host_tier()}
+        if disk is not None:
+            self.tiers["disk"] = disk
         self.collectives = make_collectives(process_group) if collectives is None else collectives
         self.debug = os.environ.get("GEMINI_DEBUG", "0") not in ("", "0") if debug is None else debug
-        for tier in tiers:
+        for tier in self.tiers.values():
             tier.poisons = tier.poisons or self.debug
         self._chunks: list[Chunk] = []
         self._groups: dict[str, list[Chunk]] = {}
         self._numbers = itertools.count()
-        self._chunk_of: dict[Tensor, tuple[Chunk, TensorInfo]] = {}
+        # By id, for a tensor's own hash is a Python function; the chunks keep the tensors alive.
+        self._chunk_of: dict[int, tuple[Chunk, TensorInfo]] = {}
         self._buffers = GradientBuffers(self.tiers["device"], self._finish_reductions, self._release_unused)
         self._in_flight: deque[Chunk] = deque()
-        self._order = ReduceOrder(self._chunks)
+        self._reduced: set[Chunk] = set()
 
     # -- building -----------------------------------------------------------------------------------------------------
 
@@ -102,7 +106,7 @@ class ChunkManager:
         if not named:
             raise ValueError("A chunk needs at least one tensor.")
         for name, tensor in named:
-            if tensor in self._chunk_of:
+            if id(tensor) in self._chunk_of:
                 raise ValueError(
                     f"{name!r} is managed already, as {self.info_of(tensor).name!r}. Register a tied tensor once."
                 )
@@ -122,8 +126,7 @@ class ChunkManager:
         self._chunks.append(chunk)
         self._groups.setdefault(group, []).append(chunk)
         for tensor, info in infos:
-            self._chunk_of[tensor] = (chunk, info)
-        self._order.change()
+            self._chunk_of[id(tensor)] = (chunk, info)
         return chunk
 
     def register(
@@ -217,7 +220,7 @@ class ChunkManager:
         if chunk not in self._chunks:
             raise ValueError(f"{chunk.name} is not managed here.")
         for info in chunk.tensors:
-            del self._chunk_of[info.tensor]
+            del self._chunk_of[id(info.tensor)]
         chunk.free()
         self._chunks.remove(chunk)
         for name, group in list(self._groups.items()):
@@ -226,7 +229,7 @@ class ChunkManager:
                 if not group:
                     del self._groups[name]
         self._in_flight = deque(other for other in self._in_flight if other is not chunk)
-        self._order.change()
+        self._reduced.discard(chunk)
 
     def tier(self, name: TierName) -> Tier:
         """Return a tier by name.
@@ -261,7 +264,7 @@ class ChunkManager:
         return self.collectives.world_size
 
     def __contains__(self, tensor: object) -> bool:
-        return tensor in self._chunk_of
+        return id(tensor) in self._chunk_of
 
     def chunk_of(self, tensor: Tensor) -> Chunk:
         """Return the chunk of a managed tensor.
@@ -279,29 +282,32 @@ class ChunkManager:
         """
         return self._entry(tensor)[1]
 
+    def _chunk(self, which: Chunk | Tensor) -> Chunk:
+        return which if isinstance(which, Chunk) else self.chunk_of(which)
+
     def _entry(self, tensor: Tensor) -> tuple[Chunk, TensorInfo]:
-        entry = self._chunk_of.get(tensor)
+        entry = self._chunk_of.get(id(tensor))
         if entry is None:
             raise KeyError(f"A tensor of shape {tuple(tensor.shape)} is not managed here; register it first.")
         return entry
 
     # -- gathering ----------------------------------------------------------------------------------------------------
 
-    def gather(self, chunk: Chunk) -> None:
-        """Make the chunk's tensors valid on the compute device."""
-        self._with_room(chunk.gather)
+    def gather(self, chunk: Chunk | Tensor) -> None:
+        """Make a chunk's tensors valid on the compute device; here and below, a tensor stands for its chunk."""
+        self._with_room(self._chunk(chunk).gather)
 
-    def start_gather(self, chunk: Chunk) -> None:
-        """Start to gather; a later `gather` or `begin_use` waits."""
-        self._with_room(chunk.start_gather)
+    def start_gather(self, chunk: Chunk | Tensor) -> Handle:
+        """Start to gather; the handle waits, and so do a later `gather` and `begin_use`."""
+        return self._with_room(self._chunk(chunk).start_gather)
 
-    def _with_room(self, gather: Callable[[], object]) -> None:
+    def _with_room(self, gather: Callable[[], _ResultT]) -> _ResultT:
         """Gather; where the device is full, first wait for reductions and give their buffers back."""
         try:
-            gather()
+            return gather()
         except TierFullError:
             self._buffers.make_room()
-            gather()
+            return gather()
 
     def has_room(self, chunks: Iterable[Chunk]) -> bool:
         """Whether these chunks can be gathered now within the device's capacity.
@@ -326,18 +332,19 @@ class ChunkManager:
             self._in_flight[0].wait_reduce()  # stays first where its tier is full: another wait goes on from there
             self._in_flight.popleft()
 
-    def release(self, chunk: Chunk) -> None:
+    def release(self, chunk: Chunk | Tensor) -> None:
         """Give the chunk's full buffer back, unless it keeps gathered or one of its tensors is in use."""
+        chunk = self._chunk(chunk)
         if chunk.users == 0:
             chunk.release()
 
-    def move(self, chunk: Chunk, tier: TierName) -> None:
+    def move(self, chunk: Chunk | Tensor, tier: TierName) -> None:
         """Carry the chunk's shard to another tier."""
-        chunk.move(self.tier(tier))
+        self._chunk(chunk).move(self.tier(tier))
 
-    def start_move(self, chunk: Chunk, tier: TierName) -> Handle:
+    def start_move(self, chunk: Chunk | Tensor, tier: TierName) -> Handle:
         """Start to carry the chunk's shard to another tier."""
-        return chunk.start_move(self.tier(tier))
+        return self._chunk(chunk).start_move(self.tier(tier))
 
     def full_value(self, tensor: Tensor) -> Tensor:
         """Return a copy of the tensor's full value on the compute device; every rank calls it in the same order.
@@ -405,70 +412,68 @@ class ChunkManager:
                 failed = failed or error
         if failed is not None:
             raise failed
-        if in_backward:
-            self._reduce_complete()
 
-    def take_gradient(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Take a local gradient; the chunk is reduced once it is complete and those before it in order are.
+    def take_gradient(self, tensor: Tensor, gradient: Tensor) -> bool:
+        """Take a local gradient into its chunk's gradient buffer.
 
-        All ranks reduce in the same order, whatever order their gradients come in: [Note: Order of reductions].
+        Returns:
+            Whether every tensor of the chunk has a gradient now: `start_reduce` may follow, on all ranks or on none.
         """
         chunk, info = self._entry(tensor)
-        if chunk.take_gradient(info, gradient, self._buffers):
-            self._order.complete(chunk)
-            self._reduce_complete()
+        return chunk.take_gradient(info, gradient, self._buffers)
 
-    def _reduce_complete(self) -> None:
-        while (chunk := self._order.ready) is not None:
-            if chunk.keeps_gathered and chunk.users:
-                return  # its gradient takes the place of parameters that are still read
-            self._reduce(chunk)
-            self._order.advance()
+    def start_reduce(self, chunk: Chunk | Tensor) -> Handle:
+        """Start to average a chunk's gradients over the ranks; every rank calls it for the same chunks in one order.
 
-    def _reduce(self, chunk: Chunk) -> None:
+        A tensor without a gradient on this rank counts as zero. `finish_backward` reduces what was not reduced before
+        it, so calling this is a matter of memory and overlap only.
+        """
+        chunk = self._chunk(chunk)
+        self._reduced.add(chunk)
+        return self._reduce(chunk)
+
+    def _reduce(self, chunk: Chunk) -> Handle:
         while len(self._in_flight) >= _REDUCTIONS_IN_FLIGHT:
             self._in_flight[0].wait_reduce()
             self._in_flight.popleft()
-        chunk.start_reduce(self._buffers)
+        handle = chunk.start_reduce(self._buffers)
         self._in_flight.append(chunk)
         self.release(chunk)
+        return handle
 
-    @property
-    def reduce_order(self) -> Sequence[Chunk]:
-        """The order in which trainable chunks are reduced: [Note: Order of reductions]."""
-        return self._order.sequence
-
-    def adopt_reduce_order(self) -> None:
-        """Let chunks be reduced in the order in which rank 0 completed them in its last backward."""
-        self._order.adopt(self.collectives, self.tiers["device"].device)
-
-    def finish_backward(self) -> None:
+    def finish_backward(self, unused: Set[Tensor] = frozenset(), *, keep_local: bool = False) -> None:
         """Reduce what is left and bring every chunk to rest; every rank calls it after each backward.
 
-        A chunk that got no gradient on any tensor takes part with zeros where there are several ranks: another rank
-        may have one. A single rank leaves such a chunk without a gradient.
+        Args:
+            unused: tensors that got no gradient on any rank since the last backward that was reduced, the same on
+                every rank: `Chunk.without_gradient` tells an optimizer to leave them alone, and a chunk of such tensors
+                only is not reduced. All others count as zero where they have none.
+            keep_local: reduce nothing; this rank's gradients wait for those of the next backward.
         """
         for chunk in self._chunks:
             for info in chunk.tensors:
                 if info.users:
                     info.users = 1
                     self.end_use((info.tensor,), in_backward=chunk.trainable)
-        for chunk in self._order.left:
-            if self.world_size > 1 or chunk.has_local_gradient:
+        if not keep_local:
+            self._reduce_rest(unused)
+        self._in_flight.clear()
+        self._reduced.clear()
+        self.rest()
+
+    def _reduce_rest(self, unused: Set[Tensor]) -> None:
+        chunks = [chunk for chunk in reversed(self._chunks) if chunk.trainable]
+        for chunk in chunks:
+            used = [info for info in chunk.tensors if info.tensor not in unused]
+            chunk.note_gradients(used)
+            if used and chunk not in self._reduced:
                 self._reduce(chunk)
         self._finish_reductions()
         # Gradients that came after their chunk had been reduced (a parameter used again by re-entrant recompute).
-        for chunk in self.reduce_order:
+        for chunk in chunks:
             if chunk.has_local_gradient:
                 self._reduce(chunk)
                 chunk.wait_reduce()
-        self._in_flight.clear()
-        self._order.end_backward()
-        self.rest()
-
-    def start_backward(self) -> None:
-        """Forget the order in which the last backward completed its chunks."""
-        self._order.start_backward()
 
     def rest(self) -> None:
         """Release every chunk that nobody uses and give the gradient buffers back."""
@@ -484,8 +489,7 @@ class ChunkManager:
             if chunk.is_closed:
                 chunk.reset()
         self._in_flight.clear()
-        self._order.start_backward()
-        self._order.end_backward()
+        self._reduced.clear()
         self._buffers.clear()
 
     # -- accounts -----------------------------------------------------------------------------------------------------
@@ -495,6 +499,15 @@ class ChunkManager:
         return {
             name: {"used": tier.used, "peak": tier.peak, "capacity": tier.capacity} for name, tier in self.tiers.items()
         }
+
+    def traffic(self) -> dict[str, int]:
+        """Return the bytes moved so far, by link.
+
+        ``"host->device"`` and the like are copies from tier to tier; ``"ranks"`` is what this rank sent in collectives
+        over parameters and gradients.
+        """
+        moved = {f"{source}->{tier.name}": n for tier in self.tiers.values() for source, n in tier.received.items()}
+        return moved | {"ranks": sum(chunk.sent_bytes for chunk in self._chunks)}
 
     def describe(self) -> str:
         """Return a table that a person can read: one row per chunk."""

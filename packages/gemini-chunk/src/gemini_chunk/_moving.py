@@ -71,6 +71,7 @@ class Mover:
             chunk._drop_full()
         else:
             chunk._rest.free(chunk._shard)
+        tier.receive(chunk._rest, target.nbytes)
         chunk._shard, chunk._rest = target, tier
         chunk._page_out()
 

@@ -73,7 +73,7 @@ class Reduction:
         """See `Chunk.take_gradient`."""
         chunk = self._chunk
         buffer = self._buffer_from(pool)
-        part = buffer.narrow(0, info.offset, info.numel).view(info.shape)
+        part = buffer.as_strided(info.shape, info.view.stride(), buffer.storage_offset() + info.offset)
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         if info.state is TensorState.READY_FOR_REDUCE:
@@ -108,7 +108,8 @@ class Reduction:
             if info.state is not TensorState.READY_FOR_REDUCE:
                 buffer.narrow(0, info.offset, info.numel).zero_()
         travelling = chunk._travelling(buffer)
-        travelling[chunk.used_numel :] = 0
+        if travelling.numel() > chunk.used_numel:
+            travelling[chunk.used_numel :] = 0
         if chunk.world_size == 1:  # the gradient of a single rank is reduced already
             if self._settle(travelling) or not chunk.shard_numel:
                 self._return_buffer()
@@ -121,6 +122,7 @@ class Reduction:
         try:
             reduce_scatter = chunk._collectives.reduce_scatter
             self._running = reduce_scatter(self._target, travelling) if chunk.shard_numel else Done()
+            chunk.sent_bytes += self._target.nbytes * (chunk.world_size - 1)
         except Exception as error:
             self._fail(error)
         number = self._starts
@@ -164,6 +166,7 @@ class Reduction:
         self._return_buffer()
         if target is chunk._shard:
             self.result, self._result_tier = target, None
+            chunk._rest.receive(chunk._device, target.nbytes)
         elif self._settle(target):
             chunk._device.free(target)
         self._running = self._target = None
@@ -202,6 +205,7 @@ class Reduction:
             return False
         else:
             self._take_own_memory(reduced)
+        chunk._rest.receive(chunk._device, reduced.nbytes)
         self._page_out()
         return True
 
@@ -249,8 +253,11 @@ class Reduction:
             self._chunk._device.free(target)
 
     def discard(self) -> None:
-        """Forget the reduced gradient, and restore the parameters whose place it took."""
+        """Forget the gradient, reduced or not, and restore the parameters whose place it took."""
         self.wait()
+        if self.is_filling:
+            self._return_buffer()
+            self._finish_states()
         if self.result is not None and self.result is self._chunk._shard:
             self._restore_shard()
         self.drop()

@@ -25,6 +25,9 @@ class TensorState(Enum):
     READY_FOR_REDUCE = 4
     """Its gradient lies in the chunk's gradient buffer."""
 
+    # Members are compared by identity; Enum's own hash, of their names, is a Python function, and half of a transition.
+    __hash__ = object.__hash__
+
 
 _LEGAL: dict[TensorState, frozenset[TensorState]] = {
     TensorState.FREE: frozenset({TensorState.HOLD, TensorState.COMPUTE}),

@@ -85,7 +85,7 @@ class Synchroniser:
         if mine.shape != info.shape:
             raise ValueError(f"{info.name!r} has shape {tuple(info.shape)}; its value has {tuple(mine.shape)}.")
         if mine.is_meta:
-            raise ValueError(f"{info.name!r} is on the meta device: it has no value. Give a source for it.")
+            raise ValueError(f"{info.name!r} is on the meta device: a value lies in memory.")
         if self._mode is None or info.numel == 0:
             self._unlike.append(False)
             return mine

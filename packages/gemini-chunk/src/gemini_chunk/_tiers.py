@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
@@ -35,6 +36,7 @@ class Tier:
         capacity: bytes that may be in use at a time, or None.
         used: bytes in use.
         peak: largest value of ``used`` so far, or since `reset_peak`.
+        received: bytes that came from other tiers so far, by name of the tier.
         poisons: fill memory with NaN when it is allocated and before it is freed; set in debug mode.
     """
 
@@ -50,6 +52,7 @@ class Tier:
         self.capacity = capacity
         self.used = 0
         self.peak = 0
+        self.received: dict[TierName, int] = {}
         self.poisons = False
         self._holders: dict[str, int] = {}
         self._allocated: dict[int, tuple[str, int]] = {}
@@ -75,7 +78,7 @@ class Tier:
             TierFullError: the capacity would be exceeded; nothing is counted.
         """
         if self.capacity is not None and self.used + num_bytes > self.capacity:
-            largest = ", ".join(f"{name} ({size:,})" for name, size in list(self.holders.items())[:_HOLDERS_NAMED])
+            largest = dict(list(self.holders.items())[:_HOLDERS_NAMED])
             raise TierFullError(self.name, holder, num_bytes, self.used, self.capacity, largest)
         if num_bytes == 0:
             return
@@ -98,8 +101,10 @@ class Tier:
 
         Raises:
             TierFullError: the capacity would be exceeded.
+            OSError: the disk has no room for it.
         """
         num_bytes = numel * dtype.itemsize
+        peak = self.peak
         self.charge(holder, num_bytes)
         try:
             # Autograd refuses to save memory that was allocated in inference mode for a later backward.
@@ -110,6 +115,7 @@ class Tier:
                     memory = self._mappings.empty(num_bytes).view(dtype)
         except BaseException:
             self.discharge(holder, num_bytes)
+            self.peak = peak
             raise
         if num_bytes:
             self._allocated[memory.data_ptr()] = (holder, num_bytes)
@@ -134,6 +140,11 @@ class Tier:
         self.discharge(holder, num_bytes)
         if self._mappings is not None:
             self._mappings.drop(pointer)
+
+    def receive(self, source: Tier, num_bytes: int) -> None:
+        """Count bytes that are copied from another tier to this one."""
+        if source is not self:
+            self.received[source.name] = self.received.get(source.name, 0) + num_bytes
 
     def page_out(self, memory: Tensor) -> None:
         """Tell that what `allocate` returned is not needed soon; its values stay.
@@ -242,7 +253,15 @@ class _Files(_Mappings):
 
     def empty(self, num_bytes: int) -> Tensor:
         with tempfile.TemporaryFile(dir=self._folder) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            try:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"The disk tier cannot take {num_bytes:,} bytes: {error.strerror}; the disk has "
+                    f"{shutil.disk_usage(self._folder).free:,} bytes free",
+                    str(self._folder),
+                ) from error
             pages = mmap.mmap(file.fileno(), num_bytes)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         self._pages[memory.data_ptr()] = pages

@@ -114,34 +114,44 @@ def least_total(strip: Strip, candidates: range, ceiling: int) -> tuple[int, int
         # every size between, which often passes the ceiling after a few chunks.
         small, large = candidates[first], candidates[last]
         tie_wins = best is not None and large < best[0]
-        count = _count_below(strip, large, small, ceiling + tie_wins)
-        if count is None:
+        counted = count_below(strip, large, small, ceiling + tie_wins)
+        if counted is None:
             continue
-        if count * large < ceiling + tie_wins:
-            ceiling = count * large
-            best = large, ceiling
+        # Down to the fullest chunk's need every size cuts the list alike, and the smallest of them costs least.
+        count, need = counted
+        last = bisect_left(candidates, need, first, last)
+        if count * candidates[last] < ceiling + tie_wins:
+            ceiling = count * candidates[last]
+            best = candidates[last], ceiling
         if first < last:
             middle = (first + last) // 2
-            # `large` itself is settled; the lower half goes first because its totals prune the upper one.
+            # `last` itself is settled; the lower half goes first because its totals prune the upper one.
             stack.append((middle + 1, last - 1))
             stack.append((first, middle))
     return best
 
 
-def _count_below(strip: Strip, reach: int, price: int, ceiling: int) -> int | None:
-    """Count next-fit chunks of ``reach`` elements; None once ``price`` for each passes the ceiling."""
+def count_below(strip: Strip, reach: int, price: int, ceiling: int) -> tuple[int, int] | None:
+    """Count next-fit chunks of ``reach`` elements, as long as ``price`` for each stays below the ceiling.
+
+    Returns:
+        The number of chunks, and the elements in the fullest of them; None where their price is not below.
+    """
     prefix = strip.prefix
-    count = 0
+    count = need = 0
     unplaced = strip.run_numel
     for start, stop in strip.runs:
         while start < stop:
             end = bisect_right(prefix, prefix[start] + reach, start + 1, stop + 1) - 1
             count += 1
-            unplaced -= prefix[end] - prefix[start]
+            used = prefix[end] - prefix[start]
+            if used > need:
+                need = used
+            unplaced -= used
             if count * price + unplaced >= ceiling:
                 return None
             start = end
-    return count
+    return count, need
 
 
 def choose_classes(demands: Sequence[int], max_classes: int) -> list[int]:
@@ -209,34 +219,40 @@ def cheapest_pieces(strip: Strip, classes: Sequence[int], floor: int) -> tuple[l
     prefix = strip.prefix
     pieces: list[Piece] = []
     visited = 0
+    # Total and number of chunks up to a position in one integer, compared in that order; and the last chunk before it.
+    scale = len(prefix)
+    prices = [numel * scale + 1 for numel in classes]
+    infinite = prices[-1] * scale
+    costs = [infinite] * scale
+    parents = [0] * scale
+    sizes = [0] * scale
     for start, stop in strip.runs:
-        usable = [numel for numel in classes if numel >= min(floor, prefix[stop] - prefix[start])]
-        # Total and number of chunks in one integer, compared in that order.
-        scale = stop - start + 1
-        moves = [(numel, numel * scale + 1) for numel in usable]
-        costs: list[int | None] = [None] * scale
-        parents = [0] * scale
-        sizes = [0] * scale
-        costs[0] = 0
+        run_numel = prefix[stop] - prefix[start]
+        smallest = bisect_left(classes, min(floor, run_numel))
+        if run_numel <= classes[smallest]:  # one chunk of the smallest size: nothing is cheaper
+            pieces.append(Piece(start, stop, classes[smallest]))
+            visited += 1
+            continue
+        moves = list(zip(classes[smallest:], prices[smallest:], strict=True))
+        costs[start] = 0
         for position in range(start, stop):
-            cost = costs[position - start]
-            if cost is None:
+            cost = costs[position]
+            if cost == infinite:
                 continue
             visited += 1
             base = prefix[position]
             end = position
-            # See [Note: Longest runs suffice].
+            # See [Note: Longest runs suffice]. A size that does not hold one tensor leads nowhere, and costs.
             for numel, price in moves:
                 end = bisect_right(prefix, base + numel, end, stop + 1) - 1
-                known = costs[end - start]
-                if end > position and (known is None or cost + price < known):
-                    costs[end - start] = cost + price
-                    parents[end - start] = position
-                    sizes[end - start] = numel
+                if cost + price < costs[end]:
+                    costs[end] = cost + price
+                    parents[end] = position
+                    sizes[end] = numel
         run: list[Piece] = []
         end = stop
         while end > start:
-            run.append(Piece(parents[end - start], end, sizes[end - start]))
+            run.append(Piece(parents[end], end, sizes[end]))
             end = run[-1].start
         pieces.extend(reversed(run))
     return pieces, visited

@@ -15,6 +15,7 @@ from gemini_search._packing import (
     align_to_modules,
     cheapest_pieces,
     choose_classes,
+    count_below,
     cut_strip,
     least_total,
     next_fit,
@@ -138,8 +139,9 @@ def _best_pieces(
     own_sizes = sorted(padded(prefix[i + 1] - prefix[i], world_size) for i in large)
     # Reading a long list costs time too; one round of refinement there always is.
     budget = max(1, _VISIT_BUDGET - len(prefix) // 2)
-    # Tensors between `low` and `high` may share chunks or have their own: both ways are tried.
-    for limit in dict.fromkeys((high, low)):
+    bounds = sorted({low, *(numel for numel in own_sizes if numel <= high)})
+    # Tensors between `low` and `high`, if there are any, may share chunks or have their own: both ways are tried.
+    for limit in (high, low)[: len(bounds)]:
         strip = cut_strip(prefix, large, limit, world_size)
         least = max([low, *(numel for numel in own_sizes if numel <= limit)])
         perfect = sum(padded(prefix[stop] - prefix[start], world_size) for start, stop in strip.runs)
@@ -154,16 +156,39 @@ def _best_pieces(
             if total == perfect or budget <= 0:
                 break
     assert best is not None
-    # The classes above are found by descent from a dozen starts. What makes the result at least as good as the
-    # sweep is this exact search over all single sizes, stretch by stretch with the same oversized tensors.
-    starts = sorted({low, *(numel for numel in own_sizes if numel <= high)})
-    for start, after in zip(starts, [*starts[1:], high + world_size], strict=True):
-        strip = cut_strip(prefix, large, start, world_size)
-        found = least_total(strip, range(start, after, world_size), best[0] - strip.own_numel)
-        if found is not None:
-            pieces = next_fit(strip, found[0])
-            best = found[1] + strip.own_numel, len(pieces) + len(strip.own), strip, pieces
-    return best[2], best[3]
+    return _best_single(prefix, large, [*bounds, high + world_size], best[0], world_size) or best[2:]
+
+
+def _best_single(
+    prefix: Sequence[int], large: Sequence[int], bounds: Sequence[int], ceiling: int, world_size: int
+) -> tuple[Strip, list[Piece]] | None:
+    """Return the packing by the best of all single sizes, if its total goes below a ceiling.
+
+    The classes are found by descent from a dozen starts; it is this exact search that makes the result at least as
+    good as the sweep.
+
+    Args:
+        prefix: running sums of the sizes.
+        large: ascending positions of the tensors that may exceed the chunk size.
+        bounds: ascending; the smallest size, each at which one more tensor may share chunks, and the end of all sizes.
+        ceiling: only totals below it count, oversized tensors included.
+        world_size: every size is a multiple of it.
+    """
+    best: tuple[Strip, int] | None = None
+    stack = [(0, len(bounds) - 1)]
+    while stack:
+        first, last = stack.pop()
+        candidates = range(bounds[first], bounds[last], world_size)
+        strip = cut_strip(prefix, large, candidates[-1], world_size)
+        if last - first == 1:
+            found = least_total(strip, candidates, ceiling - strip.own_numel)
+            if found is not None:
+                best, ceiling = (strip, found[0]), found[1] + strip.own_numel
+        # A smaller size shares no more tensors than the largest does, and its oversized ones cost more than it.
+        elif count_below(strip, candidates[-1], candidates[0], ceiling - strip.own_numel) is not None:
+            middle = (first + last) // 2
+            stack += (middle, last), (first, middle)
+    return None if best is None else (best[0], next_fit(*best))
 
 
 def _refined(strip: Strip, pieces: list[Piece], floor: int, world_size: int, budget: int) -> tuple[list[Piece], int]:
@@ -207,7 +232,8 @@ def _without_outliers(lengths: Sequence[int]) -> list[int]:
     """Drop sizes above the mean plus three standard deviations; exact, so that no rounding can decide."""
     count, total = len(lengths), sum(lengths)
     variance = count * sum(numel * numel for numel in lengths) - total * total
-    return [numel for numel in lengths if count * numel <= total or (count * numel - total) ** 2 <= 9 * variance]
+    limit = (total + math.isqrt(9 * variance)) // count
+    return [numel for numel in lengths if numel <= limit]
 
 
 def _configuration(
