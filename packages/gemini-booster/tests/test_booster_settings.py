@@ -80,5 +80,7 @@ def test_settings_are_checked_when_the_plugin_is_made() -> None:
         GeminiPlugin(placement_policy="auto", warmup_non_model_data_ratio=-1)
     with pytest.raises(ValueError, match="growth_interval must be at least 1"):
         GeminiPlugin(growth_interval=0)
-    with pytest.warns(UserWarning, match="offload_param_frac=0.5 acts only when"):
-        GeminiPlugin(offload_param_frac=0.5)
+    with pytest.raises(ValueError, match=r"offload_param_frac=0.5 and disk_param_frac=0.7 are shares of the same"):
+        GeminiPlugin(offload_param_frac=0.5, disk_param_frac=0.7, offload_directory=".")
+    with pytest.raises(ValueError, match=r"disk_param_frac=0.7 send model states to the disk: give offload_directory"):
+        GeminiPlugin(disk_param_frac=0.7)

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import warnings
 
 import pytest
 from hypothesis import given, settings
@@ -72,16 +71,39 @@ def test_shares_are_met_within_one_chunk(params_per_chunk, world_size, shard, op
     assert all(placement.of(c).param_tier == "device" for c in chunks)
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 5), FRACTIONS)
-def test_share_of_offloaded_parameters_is_met_within_one_chunk(params_per_chunk, world_size, param) -> None:
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), *[FRACTIONS] * 5)
+def test_every_combination_of_shares_is_met_within_one_chunk(
+    params_per_chunk, world_size, shard, param, disk_param, optim, disk_optim
+) -> None:
     chunks = real_chunks(params_per_chunk, world_size=world_size)
-    policy = StaticPlacementPolicy(offload_optim_frac=1.0, offload_param_frac=param)
+    disk_param, disk_optim = min(disk_param, 1 - param), min(disk_optim, 1 - optim)
+    policy = StaticPlacementPolicy(
+        shard_param_frac=shard,
+        offload_param_frac=param,
+        disk_param_frac=disk_param,
+        offload_optim_frac=optim,
+        disk_optim_frac=disk_optim,
+    )
     placement = policy.place(chunks, capacities=UNLIMITED, world_size=world_size)
-    away = sum(c.shard_bytes for c in chunks if placement.of(c).param_tier == "host")
-    total, largest = sum(c.shard_bytes for c in chunks), max(c.shard_bytes for c in chunks)
-    assert param * total - 0.5 <= away < param * total + largest
-    assert placement.needed_bytes["host"] == away + sum(c.optim_bytes for c in chunks)
+    places = [placement.of(chunk) for chunk in chunks]
+    for amounts, tiers, host, disk in (
+        ([c.shard_bytes for c in chunks], [place.param_tier for place in places], param, disk_param),
+        ([c.optim_bytes for c in chunks], [place.optim_tier for place in places], optim, disk_optim),
+    ):
+        total, largest = sum(amounts), max(amounts)
+        on_host, on_disk = (
+            sum(amount for amount, tier in zip(amounts, tiers, strict=True) if tier == wanted)
+            for wanted in ("host", "disk")
+        )
+        assert disk * total - 0.5 <= on_disk < disk * total + largest
+        assert abs(on_host - host * total) <= largest
+        assert (host + disk) * total - 0.5 <= on_host + on_disk < (host + disk) * total + largest
+    if world_size > 1:
+        released = sum(c.full_bytes for c, place in zip(chunks, places, strict=True) if not place.keep_gathered)
+        total, largest = sum(c.full_bytes for c in chunks), max(c.full_bytes for c in chunks)
+        share = max(shard, param + disk_param)
+        assert share * total - largest <= released < share * total + largest
 
 
 def test_a_quarter_of_eight_equal_chunks_is_two() -> None:
@@ -110,18 +132,33 @@ def test_one_rank_keeps_gathered_what_rests_on_the_device() -> None:
     assert [half.of(c).param_tier for c in chunks] == ["device", "device", "host", "host"]
 
 
-@pytest.mark.parametrize(
-    "other", [{}, {"offload_optim_frac": 0.5}, {"offload_optim_frac": 1.0, "shard_param_frac": 0.5}]
-)
-def test_offloading_parameters_alone_warns_and_does_nothing(other) -> None:
-    with pytest.warns(UserWarning, match=r"offload_param_frac=0\.5 acts only when") as caught:
-        policy = StaticPlacementPolicy(offload_param_frac=0.5, **other)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert policy.offload_param_frac == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        StaticPlacementPolicy(offload_param_frac=0.5, offload_optim_frac=1.0)
+def test_the_first_chunks_stay_and_the_last_go_farthest() -> None:
+    chunks = paper_chunks(8)
+    policy = StaticPlacementPolicy(
+        shard_param_frac=0.75,
+        offload_param_frac=0.25,
+        disk_param_frac=0.25,
+        offload_optim_frac=0.5,
+        disk_optim_frac=0.125,
+    )
+    places = [policy.place(chunks, capacities=UNLIMITED, world_size=2).of(chunk) for chunk in chunks]
+    assert [place.keep_gathered for place in places] == [True] * 2 + [False] * 6
+    assert [place.param_tier for place in places] == ["device"] * 4 + ["host"] * 2 + ["disk"] * 2
+    assert [place.optim_tier for place in places] == ["device"] * 3 + ["host"] * 4 + ["disk"]
+
+
+def test_what_rests_off_the_device_is_released_though_nothing_is_to_be_sharded() -> None:
+    chunks = paper_chunks(4)
+    policy = StaticPlacementPolicy(shard_param_frac=0.0, disk_param_frac=0.5)
+    places = [policy.place(chunks, capacities=UNLIMITED, world_size=2).of(chunk) for chunk in chunks]
+    assert [place.keep_gathered for place in places] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("part", ["param", "optim"])
+def test_shares_of_host_and_disk_beyond_all_are_refused(part) -> None:
+    with pytest.raises(ValueError, match=f"offload_{part}_frac=0.7 and disk_{part}_frac=0.4 are shares of the same"):
+        StaticPlacementPolicy(**{f"offload_{part}_frac": 0.7, f"disk_{part}_frac": 0.4})
+    StaticPlacementPolicy(**{f"offload_{part}_frac": 0.7, f"disk_{part}_frac": 0.3})
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), "0.5", None, True])
@@ -131,6 +168,8 @@ def test_offloading_parameters_alone_warns_and_does_nothing(other) -> None:
         (StaticPlacementPolicy, "shard_param_frac"),
         (StaticPlacementPolicy, "offload_optim_frac"),
         (StaticPlacementPolicy, "offload_param_frac"),
+        (StaticPlacementPolicy, "disk_optim_frac"),
+        (StaticPlacementPolicy, "disk_param_frac"),
         (AutoPlacementPolicy, "warmup_non_model_data_ratio"),
         (AutoPlacementPolicy, "steady_cuda_cap_ratio"),
     ],
@@ -205,10 +244,17 @@ def advised(message: str) -> StaticPlacementPolicy:
 
 
 @settings(max_examples=100, deadline=None)
-@given(chunk_lists(), st.integers(0, 3000), st.one_of(st.none(), st.integers(0, 3000)), FRACTIONS, st.integers(0, 2))
-def test_settings_named_by_a_static_refusal_do_fit(facts, device, host, fraction, prefetch) -> None:
+@given(
+    chunk_lists(),
+    st.integers(0, 3000),
+    st.one_of(st.none(), st.integers(0, 3000)),
+    st.sampled_from([{}, {"disk": None}, {"disk": 500}]),
+    FRACTIONS,
+    st.integers(0, 2),
+)
+def test_settings_named_by_a_static_refusal_do_fit(facts, device, host, disk, fraction, prefetch) -> None:
     chunks, world_size = facts
-    capacities = {"device": device, "host": host}
+    capacities = {"device": device, "host": host, **disk}
     policy = StaticPlacementPolicy(shard_param_frac=fraction, offload_optim_frac=fraction, max_prefetch=prefetch)
     try:
         placement = policy.place(chunks, capacities=capacities, world_size=world_size)
@@ -295,12 +341,12 @@ def test_auto_fills_the_device_with_shards_then_states_then_full_buffers() -> No
 
 
 def test_auto_sends_what_the_host_cannot_take_to_the_disk() -> None:
-    chunks = paper_chunks(2, full_bytes=100)
-    placement = AutoPlacementPolicy().place(chunks, capacities={"device": 350, "host": 400, "disk": None}, world_size=2)
-    assert placement.needed_bytes == {"device": 350, "host": 400, "disk": 300}
+    chunks = paper_chunks(4, full_bytes=100)
+    placement = AutoPlacementPolicy().place(chunks, capacities={"device": 450, "host": 500, "disk": None}, world_size=2)
+    assert placement.needed_bytes == {"device": 450, "host": 500, "disk": 900}
     assert [placement.of(c) for c in chunks] == [
-        ChunkPlacement(keep_gathered=False, param_tier="host", optim_tier="host"),
-        ChunkPlacement(keep_gathered=False, param_tier="host", optim_tier="disk"),
+        ChunkPlacement(keep_gathered=False, param_tier="host", optim_tier=tier)
+        for tier in ("host", "disk", "disk", "disk")
     ]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar, overload
 
 import torch
@@ -78,6 +79,21 @@ class Booster:
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Run backward from a scalar loss, multiplied by the loss scale where the precision needs one."""
         _boosted(optimizer).backward(loss)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """Keep the gradients of the backwards inside on each rank; the next backward outside reduces their sum.
+
+        Plain repeated backwards accumulate as well: each is reduced, and the sum lies in shards. This sends fewer bytes
+        and takes the memory of a full gradient, in the working dtype. Every rank enters and leaves alike.
+
+        Args:
+            model: what `boost` returned.
+            optimizer: has no effect; it is here because other boosters ask for it.
+        """
+        del optimizer
+        with _wrapped(model).no_sync():
+            yield
 
     def save_model(
         self,

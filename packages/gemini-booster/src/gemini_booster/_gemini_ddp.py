@@ -63,13 +63,15 @@ class GeminiDDP(ZeroDDP[Chunk]):
     Args:
         module: the model, on the CPU, on the compute device, or lazily initialised.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``, of working parameters and gradients.
-        placement_policy: ``"static"`` obeys the three fractions; ``"auto"`` fits the capacities.
+        placement_policy: ``"static"`` obeys the five fractions; ``"auto"`` fits the capacities.
         shard_param_frac: share of parameter bytes released after use: 1.0 is ZeRO-3, 0.0 is ZeRO-2. Static only.
         offload_optim_frac: share of optimizer states and master weights that rest on the host. Static only.
-        offload_param_frac: share of parameter shards that rest on the host; acts when the other two are 1.0. Static
-            only.
+        offload_param_frac: share of parameter shards that rest on the host. Static only.
+        disk_optim_frac: share of optimizer states and master weights that rest on the disk. Static only.
+        disk_param_frac: share of parameter shards that rest on the disk. Static only.
         warmup_non_model_data_ratio: share of the device kept free of model data before the first step. Auto only.
         steady_cuda_cap_ratio: share of the device that may be used later. Auto only.
+        gpu_margin_mem_ratio: share that optimizer states may take of what parameters leave free there. Auto only.
         device_capacity: bytes of model states that the compute device may hold (``"2GiB"`` or a number); None for no
             limit.
         host_capacity: likewise for main memory.
@@ -80,7 +82,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
             chunk that stays gathered.
         search_range_m: width of the chunk search in units of 2**20 elements.
         chunk_configuration: takes the place of the search's result for the trainable parameters.
-        memstats: a recorded trace, whose order of first use the packing follows.
+        memstats: a record of a step, from `gemini_placement.tracer.trace_model` or a file: the packing follows its
+            order of first use, auto leaves room for the memory it tells of, and ``expected_plan`` is made of it.
         pin_memory: page-lock host memory.
         master_weights: keep fp32 master weights for 16-bit parameters.
         enable_gradient_accumulation: sum the gradients of several backwards in fp32 memory of their own.
@@ -105,8 +108,11 @@ class GeminiDDP(ZeroDDP[Chunk]):
         shard_param_frac: float = 1.0,
         offload_optim_frac: float = 0.0,
         offload_param_frac: float = 0.0,
+        disk_optim_frac: float = 0.0,
+        disk_param_frac: float = 0.0,
         warmup_non_model_data_ratio: float = 0.8,
         steady_cuda_cap_ratio: float = 0.9,
+        gpu_margin_mem_ratio: float = 1.0,
         device_capacity: int | str | None = None,
         host_capacity: int | str | None = None,
         offload_directory: str | None = None,
@@ -132,8 +138,12 @@ class GeminiDDP(ZeroDDP[Chunk]):
                 shard_param_frac=shard_param_frac,
                 offload_optim_frac=offload_optim_frac,
                 offload_param_frac=offload_param_frac,
+                disk_optim_frac=disk_optim_frac,
+                disk_param_frac=disk_param_frac,
+                offload_directory=offload_directory,
                 warmup_non_model_data_ratio=warmup_non_model_data_ratio,
                 steady_cuda_cap_ratio=steady_cuda_cap_ratio,
+                gpu_margin_mem_ratio=gpu_margin_mem_ratio,
                 max_prefetch=max_prefetch,
             )
             _check_fresh(module)
@@ -179,6 +189,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             module,
             manager,
             planner,
+            process_group=group,
             input_dtype=None if precision == "fp32" else dtype,
             scales_loss=precision == "fp16",
             force_outputs_fp32=force_outputs_fp32,
@@ -188,7 +199,13 @@ class GeminiDDP(ZeroDDP[Chunk]):
         self.chunk_manager = manager
         self.plans = planner.plans
         self.placement = placement
-        self.shards: Sequence[ChunkShard] = [ChunkShard(c, states[c]) for c in manager.chunks if c.trainable]
+        self.expected_plan: Plan[Chunk] | None = None
+        if memstats is not None:
+            chunks = {name: manager.chunk_of(param) for name, param in module.named_parameters()}
+            self.expected_plan = policy.schedule(memstats.trace(chunks), placement)
+        self.shards: Sequence[ChunkShard] = [
+            ChunkShard(chunk, tier, host) for chunk, tier in states.items() if chunk.trainable
+        ]
         if verbose and manager.collectives.rank == 0:
             logger.info("%s\n%s", manager.describe(), placement.describe())
 
@@ -200,8 +217,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         """
         del set_to_none
         for shard in self.shards:
-            if shard.grad() is not None:
-                shard.discard()
+            shard.discard()
 
     def named_master_values(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield like `named_full_values`, but the master weights of trainable parameters.

@@ -49,8 +49,11 @@ class GeminiPlugin:
     shard_param_frac: float = 1.0
     offload_optim_frac: float = 0.0
     offload_param_frac: float = 0.0
+    disk_optim_frac: float = 0.0
+    disk_param_frac: float = 0.0
     warmup_non_model_data_ratio: float = 0.8
     steady_cuda_cap_ratio: float = 0.9
+    gpu_margin_mem_ratio: float = 1.0
     device_capacity: int | str | None = None
     host_capacity: int | str | None = None
     offload_directory: str | None = None
@@ -83,8 +86,12 @@ class GeminiPlugin:
             shard_param_frac=self.shard_param_frac,
             offload_optim_frac=self.offload_optim_frac,
             offload_param_frac=self.offload_param_frac,
+            disk_optim_frac=self.disk_optim_frac,
+            disk_param_frac=self.disk_param_frac,
+            offload_directory=self.offload_directory,
             warmup_non_model_data_ratio=self.warmup_non_model_data_ratio,
             steady_cuda_cap_ratio=self.steady_cuda_cap_ratio,
+            gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
             max_prefetch=self.max_prefetch,
         )
         to_bytes(self.device_capacity, "device_capacity")

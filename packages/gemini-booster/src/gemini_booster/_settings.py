@@ -53,27 +53,39 @@ def make_policy(
     shard_param_frac: float,
     offload_optim_frac: float,
     offload_param_frac: float,
+    disk_optim_frac: float,
+    disk_param_frac: float,
+    offload_directory: str | None,
     warmup_non_model_data_ratio: float,
     steady_cuda_cap_ratio: float,
+    gpu_margin_mem_ratio: float,
     max_prefetch: int,
 ) -> StaticPlacementPolicy | AutoPlacementPolicy:
     """Return the policy that the keywords of `GeminiDDP` describe.
 
     Raises:
-        ValueError: the name is unknown or a share is out of its range.
+        ValueError: the name is unknown, a share is out of its range, or the disk gets one and has no directory.
         TypeError: ``max_prefetch`` is no int.
     """
     if name == "static":
+        if offload_directory is None and (disk_optim_frac or disk_param_frac):
+            raise ValueError(
+                f"disk_optim_frac={disk_optim_frac} and disk_param_frac={disk_param_frac} send model states to the "
+                "disk: give offload_directory, an existing folder on a local disk."
+            )
         return StaticPlacementPolicy(
             shard_param_frac=shard_param_frac,
             offload_optim_frac=offload_optim_frac,
             offload_param_frac=offload_param_frac,
+            disk_optim_frac=disk_optim_frac,
+            disk_param_frac=disk_param_frac,
             max_prefetch=max_prefetch,
         )
     if name == "auto":
         return AutoPlacementPolicy(
             warmup_non_model_data_ratio=warmup_non_model_data_ratio,
             steady_cuda_cap_ratio=steady_cuda_cap_ratio,
+            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
             max_prefetch=max_prefetch,
         )
     raise ValueError(f"placement_policy must be 'static' or 'auto', got {name!r}.")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from gemini_chunk import Chunk, Tier
+from gemini_chunk import Chunk, ChunkError, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,14 @@ class ChunkShard:
     Args:
         chunk: the chunk.
         states: tier where its optimizer states rest.
+        host: main memory, where the optimizer computes if the states rest off the device.
     """
 
-    def __init__(self, chunk: Chunk, states: Tier) -> None:
+    def __init__(self, chunk: Chunk, states: Tier, host: Tier) -> None:
         self._chunk = chunk
         self._states = states
+        self._host = host
+        self._memories: list[Tensor] = []
 
     @property
     def name(self) -> str:
@@ -49,7 +52,16 @@ class ChunkShard:
         return runs
 
     def grad(self) -> Tensor | None:
-        """The averaged gradient, shape ``(shard_numel,)``."""
+        """The averaged gradient, shape ``(shard_numel,)``.
+
+        Raises:
+            ChunkError: this rank has gradients of backwards under ``no_sync`` that have not been averaged.
+        """
+        if self._chunk.has_local_gradient:
+            raise ChunkError(
+                f"{self.name} has gradients that were not averaged over the ranks: the last backward before "
+                "optimizer.step() must run outside of no_sync."
+            )
         return self._chunk.gradient
 
     def master(self) -> Tensor:
@@ -60,11 +72,31 @@ class ChunkShard:
 
     def new_state(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
         """Return zeroed memory, accounted for in the tier where the chunk's states rest."""
-        return self._states.allocate(numel, dtype, f"{self.name} {label}").zero_()
+        self._memories.append(self._states.allocate(numel, dtype, f"{self.name} {label}").zero_())
+        return self._memories[-1]
+
+    def without_gradient(self) -> Collection[nn.Parameter]:
+        """The parameters of which no rank has a gradient."""
+        return [info.tensor for info in self._chunk.without_gradient if isinstance(info.tensor, nn.Parameter)]
 
     def commit(self) -> None:
-        """Take the updated weights into the working parameters."""
+        """Take the updated weights into the working parameters; the states are not needed before the next step."""
+        self._count_update()
         self._chunk.commit()
+        for memory in self._memories:
+            self._states.page_out(memory)
+
+    def _count_update(self) -> None:
+        """Count what the update has moved: the gradient and the new weights, and states on the disk there and back."""
+        computes = self._host if self._states.name == "disk" else self._states
+        rest, master = self._chunk.rest, self._chunk.master
+        computes.receive(rest, self._chunk.shard_bytes)
+        if master is not None:
+            if master is not self._chunk.shard:
+                rest.receive(computes, self._chunk.shard_bytes)
+            state_bytes = master.nbytes + sum(memory.nbytes for memory in self._memories)
+            computes.receive(self._states, state_bytes)
+            self._states.receive(computes, state_bytes)
 
     def discard(self) -> None:
         """Drop the gradient."""

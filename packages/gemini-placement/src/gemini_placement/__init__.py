@@ -6,15 +6,17 @@ from gemini_placement._auto import AutoPlacementPolicy
 from gemini_placement._placement import ChunkPlacement, Placement, PlacementError
 from gemini_placement._plan import Plan, PlanStep
 from gemini_placement._static import StaticPlacementPolicy
-from gemini_placement._stats import AccessStats, MemStats
+from gemini_placement._stats import AccessStats, ChunkAccess, ChunkTrace, MemStats
 from gemini_placement.interfaces import Access, ChunkFacts, Phase, PlacementPolicy, TierName, Trace
 
 __all__ = [
     "Access",
     "AccessStats",
     "AutoPlacementPolicy",
+    "ChunkAccess",
     "ChunkFacts",
     "ChunkPlacement",
+    "ChunkTrace",
     "MemStats",
     "Phase",
     "Placement",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Generic
 
-from gemini_placement.interfaces import ChunkFacts, ChunkT, TierName
+from gemini_placement.interfaces import ChunkFacts, ChunkT, Phase, TierName
 
 TIERS: Final[tuple[TierName, ...]] = ("device", "host", "disk")
 
@@ -59,6 +59,8 @@ class Placement(Generic[ChunkT]):
         placements: Sequence[ChunkPlacement],
         *,
         max_prefetch: int = 0,
+        world_size: int = 1,
+        device_capacity: int | None = None,
     ) -> None:
         """Pair chunks with their placements.
 
@@ -66,6 +68,8 @@ class Placement(Generic[ChunkT]):
             chunks: distinct chunks with distinct names.
             placements: as many.
             max_prefetch: chunks gathered ahead of their use, for counting the working set.
+            world_size: ranks that share the chunks.
+            device_capacity: bytes for model states on the device; None without a limit.
 
         Raises:
             ValueError: the lengths differ, a chunk or a name comes twice, or a kept chunk rests off the device.
@@ -78,6 +82,9 @@ class Placement(Generic[ChunkT]):
                 raise ValueError(f"{chunk.name} cannot stay gathered and rest on {place.param_tier}.")
         self._places = MappingProxyType(dict(zip(chunks, placements, strict=True)))
         self._needed = needed_bytes(chunks, placements, max_prefetch=max_prefetch)
+        self._resting = resting_bytes(chunks, placements)
+        self._device_capacity = device_capacity
+        self.world_size = world_size
 
     @property
     def chunks(self) -> tuple[ChunkT, ...]:
@@ -88,6 +95,20 @@ class Placement(Generic[ChunkT]):
     def needed_bytes(self) -> Mapping[TierName, int]:
         """Bytes of model states per tier on one rank; on the device with the working set."""
         return MappingProxyType(self._needed)
+
+    @property
+    def resting_bytes(self) -> Mapping[TierName, int]:
+        """Bytes of model states per tier on one rank between steps; full buffers that stay gathered are among them."""
+        return MappingProxyType(self._resting)
+
+    def room_bytes(self, phase: Phase) -> int | None:
+        """Return the bytes that full buffers of released chunks may take at a time, None without a limit."""
+        if self._device_capacity is None:
+            return None
+        gradients = gradient_bytes(self.chunks) if phase == "backward" else 0
+        if phase == "backward" and self.world_size > 1:  # one buffer fills while another is being reduced
+            gradients += max((chunk.full_bytes for chunk in self.chunks if chunk.trainable), default=0)
+        return self._device_capacity - self._resting["device"] - gradients
 
     @property
     def digest(self) -> str:
@@ -129,14 +150,20 @@ def needed_bytes(
     chunks: Sequence[ChunkFacts], placements: Sequence[ChunkPlacement], *, max_prefetch: int
 ) -> dict[TierName, int]:
     """Count the bytes that a placement takes per tier, the device's working set included."""
-    needed: dict[TierName, int] = dict.fromkeys(TIERS, 0)
-    for chunk, place in zip(chunks, placements, strict=True):
-        # A kept full buffer holds the shard too: its bytes count once.
-        needed[place.param_tier] += chunk.full_bytes if place.keep_gathered else chunk.shard_bytes
-        needed[place.optim_tier] += chunk.optim_bytes
+    needed = resting_bytes(chunks, placements)
     released = [chunk for chunk, place in zip(chunks, placements, strict=True) if not place.keep_gathered]
     needed["device"] += gathered_bytes(released, max_prefetch) + gradient_bytes(chunks)
     return needed
+
+
+def resting_bytes(chunks: Sequence[ChunkFacts], placements: Sequence[ChunkPlacement]) -> dict[TierName, int]:
+    """Count the bytes that a placement takes per tier between steps."""
+    resting: dict[TierName, int] = dict.fromkeys(TIERS, 0)
+    for chunk, place in zip(chunks, placements, strict=True):
+        # A kept full buffer holds the shard too: its bytes count once.
+        resting[place.param_tier] += chunk.full_bytes if place.keep_gathered else chunk.shard_bytes
+        resting[place.optim_tier] += chunk.optim_bytes
+    return resting
 
 
 def gathered_bytes(released: Sequence[ChunkFacts], max_prefetch: int) -> int:

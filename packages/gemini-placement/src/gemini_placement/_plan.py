@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from gemini_placement._placement import Placement
-from gemini_placement.interfaces import ChunkT, Phase, Trace
+from gemini_placement._holding import hold_in_room, hold_over_short_gaps
+from gemini_placement._placement import TIERS, Placement
+from gemini_placement._traffic import cost, gather_traffic, gradient_traffic, update_traffic
+from gemini_placement.interfaces import ChunkT, Phase, TierName, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,17 @@ class Plan(Generic[ChunkT]):
         steps: one for each access of the trace.
         gathers: how many gathers a step takes, the first of each kept chunk included.
         peak_gathered_bytes: the most bytes that full buffers take at a time, prefetched and kept ones included.
+        peak_bytes: the most bytes of model states per tier, once the optimizer has made its states.
+        traffic: bytes that a training step moves, by link: ``"host->device"`` and the like between tiers, and
+            ``"ranks"`` for what this rank sends in collectives. Gathers, reductions and the optimizer's step are in it;
+            states on the disk are read and written once.
     """
 
     steps: tuple[PlanStep[ChunkT], ...]
     gathers: int
     peak_gathered_bytes: int
+    peak_bytes: Mapping[TierName, int]
+    traffic: Mapping[str, int]
 
     @property
     def digest(self) -> str:
@@ -65,6 +75,9 @@ class Plan(Generic[ChunkT]):
         lines = [
             f"{len(self.steps)} accesses, {self.gathers} gathers, at most "
             f"{self.peak_gathered_bytes:,} bytes gathered; digest {self.digest[:16]}",
+            "bytes at the peak: " + ", ".join(f"{tier} {self.peak_bytes[tier]:,}" for tier in TIERS),
+            "bytes moved in a step: "
+            + (", ".join(f"{name} {amount:,}" for name, amount in sorted(self.traffic.items())) or "none"),
             "",
         ]
         lines += [
@@ -73,12 +86,20 @@ class Plan(Generic[ChunkT]):
         return "\n".join(lines)
 
 
-def plan_steps(trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefetch: int) -> Plan[ChunkT]:
+def plan_steps(
+    trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefetch: int, use_room: bool = False
+) -> Plan[ChunkT]:
     """Plan gathers and releases for a trace.
 
     A step starts with no chunk gathered but valid kept ones, and ends so. Between accesses stays what the next one
-    uses, what is held over a short gap (`_hold_over`), and what is ahead of its use: at most ``max_prefetch`` chunks,
-    the soonest used first. A chunk that would be started at the next access is kept rather than released.
+    uses, what is held for a later use, and what is ahead of its use: at most ``max_prefetch`` chunks, the soonest
+    used first. A chunk that would be started at the next access is kept rather than released.
+
+    Args:
+        trace: the accesses of a step.
+        placement: where its chunks rest.
+        max_prefetch: chunks gathered ahead of their use.
+        use_room: hold what the device has room for (`hold_in_room`); otherwise only over short gaps.
 
     Raises:
         KeyError: the trace uses a chunk that was not placed.
@@ -86,7 +107,14 @@ def plan_steps(trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefet
     asked = [tuple(dict.fromkeys(access.chunks)) for access in trace.accesses]
     kept = {chunk for chunk in dict.fromkeys(c for use in asked for c in use) if placement.of(chunk).keep_gathered}
     phases = [access.phase for access in trace.accesses]
-    uses = [(*use, *held) for use, held in zip(asked, _hold_over(asked, phases, kept), strict=True)]
+    if use_room:
+        ahead_bytes = max_prefetch * max((c.full_bytes for c in placement.chunks if c not in kept), default=0)
+        room = [None if (free := placement.room_bytes(phase)) is None else free - ahead_bytes for phase in phases]
+        costs = {c: cost(gather_traffic(c, placement.of(c), placement.world_size)) for c in placement.chunks}
+        holding = hold_in_room(asked, kept, room, costs.__getitem__)
+    else:
+        holding = hold_over_short_gaps(asked, phases, kept)
+    uses = [(*use, *held) for use, held in zip(asked, holding, strict=True)]
     always_bytes = sum(c.full_bytes for c in placement.chunks if placement.of(c).keep_gathered)
 
     # later[chunk]: accesses that still need it, in reverse. A kept chunk needs gathering for its first use only.
@@ -105,7 +133,9 @@ def plan_steps(trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefet
     ahead: set[ChunkT] = set()
     prefetches: list[tuple[ChunkT, ...]] = []
     releases: list[tuple[ChunkT, ...]] = []
-    gathers = peak_bytes = gathered_bytes = 0
+    gathers: Counter[ChunkT] = Counter()
+    peak_bytes = peak_with_gradients = gathered_bytes = 0
+    buffers = _gradient_buffers(asked, phases, placement.world_size)
     for index, use in enumerate(uses):
         ahead.difference_update(use)
         while soonest and soonest[0][0] <= index:
@@ -122,43 +152,55 @@ def plan_steps(trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefet
             gathered_bytes -= sum(chunk.full_bytes for chunk in releases[-1])
         prefetches.append(tuple(chunk for chunk in chosen if chunk not in gathered))
         started = [c for c in (*use, *prefetches[-1]) if c not in gathered]
-        gathers += len(started)
+        gathers.update(started)
         gathered.update(started)
         gathered_bytes += sum(chunk.full_bytes for chunk in started if chunk not in kept)
         peak_bytes = max(peak_bytes, gathered_bytes)
+        peak_with_gradients = max(peak_with_gradients, gathered_bytes + buffers[index])
     if uses:
         releases.append(tuple(chunk for chunk in uses[-1] if chunk not in kept))
     steps = tuple(PlanStep(*parts) for parts in zip(asked, prefetches, releases, strict=True))
-    return Plan(steps=steps, gathers=gathers, peak_gathered_bytes=always_bytes + peak_bytes)
+    resting = placement.resting_bytes
+    return Plan(
+        steps=steps,
+        gathers=gathers.total(),
+        peak_gathered_bytes=always_bytes + peak_bytes,
+        peak_bytes={**resting, "device": resting["device"] + peak_with_gradients},
+        traffic=_step_traffic(placement, gathers, trains="backward" in phases),
+    )
 
 
-def _hold_over(uses: list[tuple[ChunkT, ...]], phases: list[Phase], kept: set[ChunkT]) -> list[list[ChunkT]]:
-    """Return, for each access, the chunks that stay gathered over it though it does not use them.
+def _gradient_buffers(asked: Sequence[Sequence[ChunkT]], phases: Sequence[Phase], world_size: int) -> list[int]:
+    """Return the bytes of gradient buffers at each access.
 
-    A layer's small parameters often lie in one chunk and are used before and after those of others; without this,
-    that chunk would be gathered again for each of them. Gaps within forward and within backward are bridged, the
-    shortest first. With what an access uses itself, no more bytes are gathered than two of the largest chunks have, or
-    than the access that uses most needs.
+    A chunk has a buffer from its first access in backward to its last one. With several ranks it then keeps it until
+    the next chunk is complete, for the reduction takes as long. Buffers are lent again, so they do not get fewer.
     """
-    gathered = [sum(chunk.full_bytes for chunk in use if chunk not in kept) for use in uses]
-    largest = max((chunk.full_bytes for use in uses for chunk in use if chunk not in kept), default=0)
-    limit = max([2 * largest, *gathered])
-    gaps: list[tuple[int, int, str, ChunkT]] = []
-    last: dict[ChunkT, int] = {}
-    for index, use in enumerate(uses):
-        for chunk in use:
-            start = last.get(chunk, index)
-            if chunk not in kept and index - start > 1 and phases[start] == phases[index]:
-                gaps.append((index - last[chunk], last[chunk], chunk.name, chunk))
-            last[chunk] = index
-    held: list[list[ChunkT]] = [[] for _ in uses]
-    for length, start, _, chunk in sorted(gaps, key=lambda gap: gap[:3]):
-        between = range(start + 1, start + length)
-        if all(gathered[index] + chunk.full_bytes <= limit for index in between):
-            for index in between:
-                held[index].append(chunk)
-                gathered[index] += chunk.full_bytes
-    return held
+    backward = [index for index, phase in enumerate(phases) if phase == "backward"]
+    last = {chunk: index for index in backward for chunk in asked[index] if chunk.trainable}
+    filling: dict[ChunkT, None] = {}
+    reducing = taken = 0
+    amounts = [0] * len(asked)
+    for index in backward:
+        filling.update(dict.fromkeys(chunk for chunk in asked[index] if chunk.trainable))
+        taken = max(taken, reducing + sum(chunk.full_bytes for chunk in filling))
+        amounts[index] = taken
+        for chunk in [chunk for chunk in filling if last[chunk] == index]:
+            del filling[chunk]
+            reducing = chunk.full_bytes if world_size > 1 else 0
+    return amounts
+
+
+def _step_traffic(placement: Placement[ChunkT], gathers: Counter[ChunkT], *, trains: bool) -> dict[str, int]:
+    """Return the bytes that a step moves, by link, without links that carry nothing."""
+    total: Counter[str] = Counter()
+    for chunk in gathers:
+        place = placement.of(chunk)
+        for name, amount in gather_traffic(chunk, place, placement.world_size).items():
+            total[name] += gathers[chunk] * amount
+        if trains:
+            total += gradient_traffic(chunk, place, placement.world_size) + update_traffic(chunk, place)
+    return dict(+total)
 
 
 def _soonest_chunks(soonest: list[tuple[int, int, str, ChunkT]], count: int, excluded: set[ChunkT]) -> list[ChunkT]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gemini_placement._placement import (
@@ -19,41 +18,46 @@ from gemini_placement._placement import (
 from gemini_placement._plan import Plan, plan_steps
 from gemini_placement.interfaces import ChunkFacts, ChunkT, TierName, Trace
 
-_FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
+_PARAM_FRACTIONS = ("shard_param_frac", "offload_param_frac", "disk_param_frac")
+_OPTIM_FRACTIONS = ("offload_optim_frac", "disk_optim_frac")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticPlacementPolicy:
-    """Fixed shares of the model states, by bytes over all chunks, each in [0, 1].
+    """Fixed shares of the model states, by bytes over all chunks, each in [0, 1] and in any combination.
 
-    At least the share asked for is released or offloaded, and less than one chunk more. Chunks that forward uses first
-    stay on the device and gathered first. With one rank, what rests on the device stays gathered.
+    A share is met within one chunk, and what leaves the device altogether is at least what was asked for. Chunks that
+    forward uses first, and backward last, stay on the device and gathered first; the disk takes from the other end.
+    What rests off the device is released after use whatever ``shard_param_frac`` says. With one rank, what rests on
+    the device stays gathered.
 
     Attributes:
         shard_param_frac: parameters released after use; 1.0 is ZeRO-3, 0.0 is ZeRO-2.
         offload_optim_frac: optimizer states that rest on the host.
-        offload_param_frac: shards of parameters that rest on the host; only when the other two are 1.0, else
-            it is set to 0 with a warning.
+        offload_param_frac: shards of parameters that rest on the host.
+        disk_optim_frac: optimizer states that rest on the disk; with ``offload_optim_frac`` at most 1.
+        disk_param_frac: shards of parameters that rest on the disk; with ``offload_param_frac`` at most 1.
         max_prefetch: chunks gathered ahead of their use.
     """
 
     shard_param_frac: float = 1.0
     offload_optim_frac: float = 0.0
     offload_param_frac: float = 0.0
+    disk_optim_frac: float = 0.0
+    disk_param_frac: float = 0.0
     max_prefetch: int = 0
 
     def __post_init__(self) -> None:
-        for name in _FRACTIONS:
+        for name in (*_PARAM_FRACTIONS, *_OPTIM_FRACTIONS):
             check_fraction(name, getattr(self, name))
         check_prefetch(self.max_prefetch)
-        if self.offload_param_frac and (self.shard_param_frac < 1 or self.offload_optim_frac < 1):
-            warnings.warn(
-                f"offload_param_frac={self.offload_param_frac} acts only when shard_param_frac and "
-                f"offload_optim_frac are 1.0; they are {self.shard_param_frac} and {self.offload_optim_frac}, "
-                f"so it is taken as 0. Set both to 1.0, or leave offload_param_frac out.",
-                stacklevel=3,
-            )
-            object.__setattr__(self, "offload_param_frac", 0.0)
+        for part in ("optim", "param"):
+            host, disk = (getattr(self, f"{where}_{part}_frac") for where in ("offload", "disk"))
+            if host + disk > 1 + 1e-9:  # 0.9 + 0.1 may come out a bit above
+                raise ValueError(
+                    f"offload_{part}_frac={host:g} and disk_{part}_frac={disk:g} are shares of the same bytes, so "
+                    "together they must be at most 1."
+                )
 
     def place(
         self, chunks: Sequence[ChunkT], *, capacities: Mapping[TierName, int | None], world_size: int
@@ -75,7 +79,7 @@ class StaticPlacementPolicy:
         if lacking_tiers(needed, capacities):
             advice = self._advice(chunks, capacities, world_size)
             raise PlacementError(f"{self} was asked for. {advice}", needed=needed, available=capacities)
-        return Placement(chunks, placements, max_prefetch=self.max_prefetch)
+        return Placement(chunks, placements, max_prefetch=self.max_prefetch, world_size=world_size)
 
     def schedule(self, trace: Trace[ChunkT], placement: Placement[ChunkT]) -> Plan[ChunkT]:
         """Plan one step over a trace of placed chunks; `PlanStep` says what its parts mean.
@@ -86,46 +90,110 @@ class StaticPlacementPolicy:
         return plan_steps(trace, placement, max_prefetch=self.max_prefetch)
 
     def _placements(self, chunks: Sequence[ChunkFacts], world_size: int) -> list[ChunkPlacement]:
-        # Hot chunks come first in forward, and last in backward: what leaves the device is taken from the end.
-        released = _share_from_end([chunk.full_bytes for chunk in chunks], self.shard_param_frac)
-        optim_away = _share_from_end([chunk.optim_bytes for chunk in chunks], self.offload_optim_frac)
-        param_away = _share_from_end([chunk.shard_bytes for chunk in chunks], self.offload_param_frac)
+        released = _from_end([chunk.full_bytes for chunk in chunks], host=self.shard_param_frac, disk=0.0)
+        params = _from_end(
+            [chunk.shard_bytes for chunk in chunks], host=self.offload_param_frac, disk=self.disk_param_frac
+        )
+        optims = _from_end(
+            [chunk.optim_bytes for chunk in chunks], host=self.offload_optim_frac, disk=self.disk_optim_frac
+        )
         return [
             ChunkPlacement(
                 # With one rank the shard is the whole chunk: releasing it would save nothing.
-                keep_gathered=not away and (world_size == 1 or not release),
-                param_tier="host" if away else "device",
-                optim_tier="host" if optim else "device",
+                keep_gathered=param == "device" and (world_size == 1 or release == "device"),
+                param_tier=param,
+                optim_tier=optim,
             )
-            for release, optim, away in zip(released, optim_away, param_away, strict=True)
+            for release, param, optim in zip(released, params, optims, strict=True)
         ]
 
     def _advice(self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int) -> str:
-        """Name the settings nearest to the ones asked for that fit, in steps of a twentieth."""
-        grid = [step / 20 for step in range(21)]
-        settings = [(shard, optim, 0.0) for shard in grid for optim in grid]
-        settings += [(1.0, 1.0, param) for param in grid[1:]]
-        asked = (self.shard_param_frac, self.offload_optim_frac, self.offload_param_frac)
-        settings.sort(key=lambda other: sum(abs(a - b) for a, b in zip(asked, other, strict=True)))
+        """Name the settings nearest to the ones asked for that fit."""
         for prefetch in dict.fromkeys((self.max_prefetch, 0)):
-            for setting in settings:
-                policy = replace(self, **dict(zip(_FRACTIONS, setting, strict=True)), max_prefetch=prefetch)
-                placements = policy._placements(chunks, world_size)
-                if not lacking_tiers(needed_bytes(chunks, placements, max_prefetch=prefetch), capacities):
-                    words = [f"{name}={value:g}" for name, value in zip(_FRACTIONS, setting, strict=True)]
-                    return f"The nearest that fits: {', '.join(words)}, max_prefetch={prefetch}."
+            nearest = self._nearest(chunks, capacities, world_size, prefetch)
+            if nearest is not None:
+                names = [n for n in (*_PARAM_FRACTIONS, *_OPTIM_FRACTIONS) if "disk" in capacities or "disk" not in n]
+                words = [f"{name}={getattr(nearest, name):g}" for name in names]
+                return f"The nearest that fits: {', '.join(words)}, max_prefetch={prefetch}."
         return "No shares fit: use more ranks, smaller chunks, or more memory."
 
+    def _nearest(
+        self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int, prefetch: int
+    ) -> StaticPlacementPolicy | None:
+        """Return the nearest settings on a grid that fit.
 
-def _share_from_end(amounts: Sequence[int], fraction: float) -> list[bool]:
-    """Mark entries from the last on until they sum to at least ``fraction`` of all; empty ones stay unmarked."""
+        Bytes of parameters and of optimizer states add up, so each kind is counted once, and pairs are tried by
+        distance.
+        """
+        disk_exists = "disk" in capacities
+        grid = 10 if disk_exists else 20
+        counted = [
+            (policy, needed_bytes(chunks, policy._placements(chunks, world_size), max_prefetch=prefetch))
+            for host, disk in _pairs(grid, disk_exists)
+            for policy in [
+                StaticPlacementPolicy(
+                    shard_param_frac=shard / grid,
+                    offload_param_frac=host / grid,
+                    disk_param_frac=disk / grid,
+                    max_prefetch=prefetch,
+                )
+                for shard in range(host + disk, grid + 1)
+            ]
+        ]
+        params = sorted(counted, key=lambda entry: self._distance(entry[0], _PARAM_FRACTIONS))
+        pairs = [(host / grid, disk / grid) for host, disk in _pairs(grid, disk_exists)]
+        optims = sorted(
+            (replace(self, offload_optim_frac=host, disk_optim_frac=disk) for host, disk in pairs),
+            key=lambda policy: self._distance(policy, _OPTIM_FRACTIONS),
+        )
+        moved = [policy._moved_states(chunks) for policy in optims]
+        nearest, least = None, float("inf")
+        for policy, needed in params:
+            for other, change in zip(optims, moved, strict=True):
+                distance = self._distance(policy, _PARAM_FRACTIONS) + self._distance(other, _OPTIM_FRACTIONS)
+                if distance >= least:
+                    break
+                if not lacking_tiers({tier: needed[tier] + change[tier] for tier in needed}, capacities):
+                    least = distance
+                    nearest = replace(
+                        policy, offload_optim_frac=other.offload_optim_frac, disk_optim_frac=other.disk_optim_frac
+                    )
+        return nearest
+
+    def _distance(self, other: StaticPlacementPolicy, names: Sequence[str]) -> float:
+        return sum(abs(float(getattr(self, name)) - float(getattr(other, name))) for name in names)
+
+    def _moved_states(self, chunks: Sequence[ChunkFacts]) -> dict[TierName, int]:
+        """Return what each tier holds more than if all optimizer states were on the device."""
+        moved: dict[TierName, int] = {"device": 0, "host": 0, "disk": 0}
+        sizes = [chunk.optim_bytes for chunk in chunks]
+        tiers = _from_end(sizes, host=self.offload_optim_frac, disk=self.disk_optim_frac)
+        for amount, tier in zip(sizes, tiers, strict=True):
+            moved[tier] += amount
+            moved["device"] -= amount
+        return moved
+
+
+def _pairs(grid: int, disk_exists: bool) -> Iterator[tuple[int, int]]:
+    """Yield shares of the host and of the disk in steps of one over ``grid``, together at most 1."""
+    for host in range(grid + 1):
+        for disk in range(grid + 1 - host if disk_exists else 1):
+            yield host, disk
+
+
+def _from_end(amounts: Sequence[int], *, host: float, disk: float) -> list[TierName]:
+    """Give entries to the disk from the last on, then to the host, until each share of the sum is reached.
+
+    Empty entries stay on the device.
+    """
     # Whole bytes: 0.1 + 0.2 must not take one chunk more than 0.3.
-    target = round(fraction * sum(amounts))
-    marks = [False] * len(amounts)
+    to_disk, away = round(disk * sum(amounts)), round((disk + host) * sum(amounts))
+    tiers: list[TierName] = ["device"] * len(amounts)
     taken = 0
     for index in range(len(amounts) - 1, -1, -1):
-        if taken >= target:
+        if taken >= away:
             break
-        marks[index] = amounts[index] > 0
+        if amounts[index]:
+            tiers[index] = "disk" if taken < to_disk else "host"
         taken += amounts[index]
-    return marks
+    return tiers

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic
 
-from gemini_placement.interfaces import Phase
+from gemini_placement.interfaces import ChunkT, Phase
 
 _FORMAT: Final = 1
 _PHASES: Final[tuple[Phase, ...]] = ("forward", "backward")
@@ -26,6 +27,21 @@ class AccessStats:
     phase: Phase
     params: tuple[str, ...]
     non_model_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAccess(Generic[ChunkT]):
+    """One access of a record, over chunks."""
+
+    phase: Phase
+    chunks: tuple[ChunkT, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTrace(Generic[ChunkT]):
+    """A record over chunks: what a policy plans from."""
+
+    accesses: tuple[ChunkAccess[ChunkT], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +79,21 @@ class MemStats:
     def accesses_of(self, param: str) -> tuple[int, ...]:
         """Return the indices of the accesses that use a parameter; none if it was never used."""
         return tuple(index for index, access in enumerate(self.accesses) if param in access.params)
+
+    def trace(self, chunks: Mapping[str, ChunkT]) -> ChunkTrace[ChunkT]:
+        """Return the order in which the step uses chunks.
+
+        Args:
+            chunks: the chunk of each parameter, by name; names that are not there are passed over.
+        """
+        return ChunkTrace(
+            tuple(
+                ChunkAccess(
+                    access.phase, tuple(dict.fromkeys(chunks[name] for name in access.params if name in chunks))
+                )
+                for access in self.accesses
+            )
+        )
 
     def to_json(self) -> str:
         """Return the record as JSON text; `from_json` reads it."""
