@@ -127,13 +127,19 @@ def pretrained_layer(session: nox.Session) -> Path:
     return environment(session, "layers/pretrained", ["--no-deps", *group("pretrained")])
 
 
-def whole_stack(session: nox.Session) -> Path:
-    """Return the environment of demo, tests and docs: the packages, editable, and what examples need."""
+def whole_stack(session: nox.Session, name: str = "stack", beside: str = "test") -> Path:
+    """Return an environment with the packages, editable, what examples need, and one more dependency group.
+
+    Args:
+        session: the running session.
+        name: its folder below ``.nox``; demo, tests and docs share one.
+        beside: the group.
+    """
     layers = model_layers(session)
     editable = [argument for package in PACKAGES for argument in ("-e", str(folder(package)))]
     # What a package declares (its version, its commands) is copied at installation, its code is not.
     declared = "".join((folder(package) / "pyproject.toml").read_text() for package in PACKAGES)
-    return environment(session, "stack", [*editable, *group("test")], layers=layers, content=declared)
+    return environment(session, name, [*editable, *group(beside)], layers=layers, content=declared)
 
 
 def build_tools(session: nox.Session) -> Path:
@@ -181,6 +187,15 @@ def docs(session: nox.Session) -> None:
     """Run every Python block of every README."""
     stack = whole_stack(session)
     run(session, stack, "pytest", "integration_tests/test_readmes.py", *session.posargs, **COMPUTE)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Train side by side with DDP and its peers: a table, and out/bench/training.png. ``-- --quick``: shorter."""
+    place = whole_stack(session, "bench", beside="bench")
+    script = "integration_tests/benchmarks/bench_training.py"
+    support = str(ROOT / "integration_tests" / "support")
+    run(session, place, "python", script, *session.posargs, **COMPUTE, PYTHONPATH=support)
 
 
 @nox.session

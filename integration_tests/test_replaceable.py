@@ -57,7 +57,7 @@ def train_over_plain_store(rank: int, world_size: int, kind: str) -> None:
     wanted_losses, wanted = train_with_shards(rank, kind)
     module = seeded_model(kind)
     store = PlainStore(module.parameters(), params_per_chunk=3, process_group=group_of(world_size))
-    model = ZeroDDP(module, store)
+    model = ZeroDDP(module, store, process_group=group_of(world_size))
     losses = []
     for step in range(STEPS):
         loss = lm_loss(model, batch(rank, step))
@@ -99,7 +99,8 @@ class NeverEvict:
         steps = tuple(PlanStep(tuple(dict.fromkeys(access.chunks)), (), ()) for access in trace.accesses)
         used = {chunk for step in steps for chunk in step.chunks}
         every = sum(chunk.full_bytes for chunk in placement.chunks)
-        return Plan(steps=steps, gathers=len(used), peak_gathered_bytes=every)
+        peak = dict(placement.needed_bytes)
+        return Plan(steps=steps, gathers=len(used), peak_gathered_bytes=every, peak_bytes=peak, traffic={})
 
 
 class TestNeverEvict(PlacementPolicyContract):
@@ -139,7 +140,7 @@ def train_without_evicting(rank: int, world_size: int, kind: str) -> None:
         place = placement.of(chunk)
         manager.close(chunk, rest=place.param_tier, keep_gathered=place.keep_gathered)
     planner = Planner(policy, placement)
-    model = ZeroDDP(module, manager, planner)
+    model = ZeroDDP(module, manager, planner, process_group=group_of(world_size))
     losses = []
     for step in range(STEPS):
         loss = lm_loss(model, batch(rank, step))

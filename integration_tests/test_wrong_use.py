@@ -245,11 +245,3 @@ def check_unlike_ranks(rank: int, world_size: int) -> None:
 @pytest.mark.distributed
 def test_ranks_that_wrap_unlike_models_all_hear_of_it() -> None:
     run_ranks(check_unlike_ranks, 2)
-
-
-def test_the_user_is_warned_of_an_offload_that_does_nothing() -> None:
-    with pytest.warns(UserWarning, match="offload_param_frac=1.0 acts only when shard_param_frac and offload_optim"):
-        plugin = GeminiPlugin(offload_param_frac=1.0)
-    with pytest.warns(UserWarning, match="so it is taken as 0"):
-        model, *_ = Booster(plugin=plugin).boost(small_model())
-    assert model.memory_usage()["host"]["used"] == 0

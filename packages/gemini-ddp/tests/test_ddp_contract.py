@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import pytest
 import torch
@@ -56,10 +56,10 @@ def test_stores_keep_the_contract_over_ranks(world_size: int) -> None:
 class _Forgetful(PoisonStore):
     """Drops a backward's gradients where an earlier one left some."""
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, unused: Set[Tensor] = frozenset(), *, keep_local: bool = False) -> None:
         for weight in self._weights.values():
             weight.grad = None
-        super().finish_backward()
+        super().finish_backward(unused, keep_local=keep_local)
 
 
 class _Hasty(PoisonStore):

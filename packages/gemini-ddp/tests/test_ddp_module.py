@@ -37,6 +37,7 @@ def test_public_names_are_as_stated() -> None:
     assert gemini_ddp.testing.__all__ == ["ChunkStoreContract", "PlainChunk", "PlainStore", "PoisonStore"]
     assert str(inspect.signature(ZeroDDP)) == (
         "(module: 'nn.Module', store: 'ChunkStore[ChunkT]', planner: 'Planner[ChunkT] | None' = None, *, "
+        "process_group: 'dist.ProcessGroup | None' = None, leaf_modules: 'Collection[type[nn.Module] | str]' = (), "
         "input_dtype: 'torch.dtype | None' = None, scales_loss: 'bool' = False, force_outputs_fp32: 'bool' = False)"
         " -> 'None'"
     )

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from gemini_ddp._course import Course
 from gemini_ddp._errors import ZeroDDPError
+from gemini_ddp._gradients import Gradients
 from gemini_ddp._outside import ParameterReads
-from gemini_ddp._schedule import RecordedAccess, RecordedTrace, Schedule
+from gemini_ddp._ranks import Ranks
 from gemini_ddp._scopes import Call, Layout, Scope, find_scopes
 from gemini_ddp._tensors import walk_tensors
-from gemini_ddp.interfaces import ChunkStore, Phase, Planner
+from gemini_ddp.interfaces import ChunkStore, Planner
 
 ChunkT = TypeVar("ChunkT", bound=Hashable)
 
-_Key = tuple[Scope, Phase]
-_Mode = tuple[bool, bool]
-
-
-@dataclass(slots=True)
-class _Run(Generic[ChunkT]):
-    """A step under way: its mode (training, gradients) or None, the schedule it follows or the trace it records."""
-
-    mode: _Mode | None
-    schedule: Schedule[ChunkT] | None = None
-    recording: list[_Key] | None = None
+_RETURNED_BY = "gemini_ddp"  # in the metadata of an autograd node
 
 
 @dataclass(slots=True)
@@ -69,38 +61,48 @@ class Engine(Generic[ChunkT]):
         module: the model.
         store: holds its parameters.
         planner: turns the first step's trace into a plan; None gathers on demand and releases at the next scope.
+        ranks: who else runs the model.
+        leaf_modules: see `find_scopes`.
         scales_loss: refuse a backward that `scaled_backward` did not announce.
     """
 
     def __init__(
-        self, module: nn.Module, store: ChunkStore[ChunkT], planner: Planner[ChunkT] | None, *, scales_loss: bool
+        self,
+        module: nn.Module,
+        store: ChunkStore[ChunkT],
+        planner: Planner[ChunkT] | None,
+        ranks: Ranks,
+        *,
+        leaf_modules: Collection[type[nn.Module] | str] = (),
+        scales_loss: bool,
     ) -> None:
         self._store = store
-        self._planner = planner
         self._scales_loss = scales_loss
         self._announced = False
-        self._scopes = find_scopes(module, store.__contains__)
+        self._scopes = find_scopes(module, store.__contains__, leaf_modules)
         self._layout = Layout(module, self._scopes, store.__contains__)
         self._scopes_of: dict[Tensor, list[Scope]] = {}
         self._stack: list[_Use] = []
         self._active: dict[Scope, tuple[nn.Parameter, ...]] = {}
         self._recomputed: dict[Scope, None] = {}
-        self._idle: dict[ChunkT, None] = {}
-        self._schedules: dict[_Mode, Schedule[ChunkT]] = {}
-        self._run: _Run[ChunkT] = _Run(None)
-        self._suspended: _Run[ChunkT] | None = None
         self._watch: ParameterReads | None = None
         self._memory: dict[int, list[tuple[int, int, nn.Parameter]]] = {}
         self._in_backward = False
-        self._ordered = False
+        self._reduces = True
         self._handles = [handle for child, scope in self._scopes.items() for handle in self._hook(child, scope)]
-        for param in {p: None for scope in self._scopes.values() for p in scope.params if p.requires_grad}:
-            self._handles.append(param.register_post_accumulate_grad_hook(_weak(self._on_gradient)))
+        params = list({param: None for scope in self._scopes.values() for param in scope.params})
+        self._gradients = Gradients(store, params)
+        self._course: Course[ChunkT] = Course(
+            store, planner, ranks, self._gradients, list(self._scopes.values()), _weak(self._give_back)
+        )
+        for param in params:
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(_weak(self._on_gradient)))
 
     @property
     def deviations(self) -> int:
         """Accesses that came out of the recorded order so far."""
-        return sum(schedule.deviations for schedule in self._schedules.values())
+        return self._course.deviations
 
     def remove_hooks(self) -> None:
         """Detach from the module."""
@@ -116,6 +118,15 @@ class Engine(Generic[ChunkT]):
             yield
         finally:
             self._announced = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards keep their gradients on this rank, for the next backward outside to add to and reduce."""
+        reduces, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = reduces
 
     @contextlib.contextmanager
     def unwinding(self) -> Iterator[None]:
@@ -152,7 +163,7 @@ class Engine(Generic[ChunkT]):
             self._start_pass(module.training)
         params = list(scope.params)
         if not (recompute and scope.in_backward):
-            self._access(scope, "backward" if recompute else "forward")
+            self._course.enter(scope, "backward" if recompute else "forward")
         self._store.begin_use(params)
         self._stack.append(_Use(scope, params))
         if self._watch is not None:
@@ -172,11 +183,12 @@ class Engine(Generic[ChunkT]):
             self._recomputed[scope] = None
         elif not (scope.hides_outputs and torch.is_grad_enabled() and not recompute and output is not None):
             self._store.end_use(params, in_backward=recompute)
-            self._let_go(params)
+            self._course.leave(scope, "forward")
         if torch.is_grad_enabled() and output is not None:
             self._hook_outputs(use, args, kwargs, tensors)
         if scope.is_root and not recompute and not self._stack:
-            self._finish_pass(failed=output is None)
+            self._stop_watching()
+            self._course.finish_pass(failed=output is None)
 
     def _start_pass(self, training: bool) -> None:
         """Begin the model's forward."""
@@ -184,26 +196,10 @@ class Engine(Generic[ChunkT]):
         mode = (training, torch.is_grad_enabled())
         if mode[1]:
             self._layout.check()
-        if self._run.mode is None or not mode[1]:
-            if self._run.mode is not None:  # an evaluation between a step's forward and its backward
-                self._suspended = self._run
-            schedule = self._schedules.get(mode)
-            if schedule is not None:
-                schedule.rewind()
-            self._run = _Run(mode, schedule, [] if schedule is None else None)
-        if self._run.recording is not None:
+        self._course.start_pass(mode)
+        if self._course.is_recording:
             self._watch = ParameterReads(self._before_read, self._after_read)
             self._watch.__enter__()  # type: ignore[no-untyped-call] # torch's mode is untyped
-
-    def _finish_pass(self, *, failed: bool) -> None:
-        """End the model's forward; without gradients, or after an error, that is the end of the step."""
-        self._stop_watching()
-        if failed:
-            self._run.recording = None
-        if failed or self._run.mode is None or not self._run.mode[1]:
-            self._finish_run()
-            self._idle.clear()
-            self._store.rest()
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
@@ -226,7 +222,8 @@ class Engine(Generic[ChunkT]):
         use = self._stack[-1]
         use.scope.add(param)
         self._scopes_of.clear()
-        self._idle.pop(self._store.chunk_of(param), None)
+        self._course.find_needs()
+        self._course.keep_gathered(self._store.chunk_of(param))
         self._store.begin_use((param,))
         use.params.append(param)
         if self._watch is not None:
@@ -277,19 +274,27 @@ class Engine(Generic[ChunkT]):
                 node.register_prehook(lambda _: begin_hidden(scope))
         if not nodes or not (scope.params or scope.is_root):
             return
+        scope.reaches_backward = bool(scope.params)
         call: Call | None = None
         if scope.watches_inputs:
             call = Call(scope)
             over = _weak(self._on_input_gradient)
             inputs = {t.grad_fn: None for t in walk_tensors((args, kwargs)) if t.grad_fn is not None}
-            call.inputs_left = len(inputs)
+            # A leaf whose inputs need no gradient is over at the end of backward.
+            call.inputs_left = len(inputs) or scope.is_leaf
             for node in inputs:
                 node.register_prehook(lambda _, call=call: over(call))
-            if not inputs and not scope.needs_inputs:
+            if not inputs and not scope.needs_inputs and not scope.is_leaf:
                 call = None
-        begin = _weak(self._on_output_gradient)
         for node in nodes:
-            node.register_prehook(lambda _, call=call: begin(scope, call))
+            # What a module returns may be what a module within it returned. The outer one comes first, as it does where
+            # it adds an operation of its own.
+            metadata = cast("dict[str, list[tuple[Scope, Call | None]]]", node.metadata)  # a method in torch's stubs
+            returned = metadata.get(_RETURNED_BY)
+            if returned is None:
+                returned = metadata[_RETURNED_BY] = []
+                node.register_prehook(_outer_first(returned, _weak(self._on_output_gradient)))
+            returned.append((scope, call))
 
     def _on_output_gradient(self, scope: Scope, call: Call | None) -> None:
         if not self._in_backward:
@@ -299,7 +304,7 @@ class Engine(Generic[ChunkT]):
             scope.calls.add(call)
         self._recomputed.pop(scope, None)
         if not scope.in_backward and scope.params:
-            self._access(scope, "backward")
+            self._course.enter(scope, "backward")
             params = scope.params if scope.value_in_backward else ()
             self._store.begin_use(params)
             self._start_scope_backward(scope, begun=params)
@@ -315,7 +320,7 @@ class Engine(Generic[ChunkT]):
             self._start_backward()
         if not scope.value_in_backward:
             self._store.end_use(begun, in_backward=True)
-            self._let_go(begun)
+            self._course.leave(scope, "forward")
             begun = ()
         scope.in_backward = True
         scope.waiting = {param for param in scope.params if param.requires_grad}
@@ -334,7 +339,14 @@ class Engine(Generic[ChunkT]):
         self._recomputed.pop(scope, None)
         params = self._active.pop(scope)
         self._store.end_use(params, in_backward=True)
-        self._let_go(params)
+        self._course.leave(scope, "backward")
+
+    def _give_back(self) -> bool:
+        """End the use of a scope that recompute has gathered for its backward, which will gather again."""
+        if not self._recomputed:
+            return False
+        self._end_scope_backward(next(iter(self._recomputed)))
+        return True
 
     def _on_gradient(self, param: Tensor) -> None:
         gradient, param.grad = param.grad, None
@@ -347,7 +359,7 @@ class Engine(Generic[ChunkT]):
             scope.waiting.discard(param)
             if scope.in_backward and scope.is_over:
                 self._end_scope_backward(scope)
-        self._store.take_gradient(param, gradient)
+        self._gradients.take(param, gradient)
 
     def _users(self, param: Tensor) -> list[Scope]:
         if not self._scopes_of:
@@ -358,7 +370,7 @@ class Engine(Generic[ChunkT]):
 
     def _refuse_second_derivatives(self) -> None:
         if torch.is_grad_enabled():
-            self._finish_run()
+            self._course.give_up()
             raise ZeroDDPError(
                 "Backward with create_graph=True is not supported: second derivatives would read parameters after "
                 "they were released."
@@ -366,13 +378,13 @@ class Engine(Generic[ChunkT]):
 
     def _start_backward(self) -> None:
         if self._scales_loss and not self._announced:
-            self._finish_run()
+            self._course.give_up()
             raise ZeroDDPError(
                 "loss.backward() was called on a model in fp16, whose loss must be scaled first. Call "
                 "optimizer.backward(loss), or booster.backward(loss, optimizer), instead."
             )
         self._in_backward = True
-        self._store.start_backward()
+        self._gradients.start(reduces=self._reduces)
         torch.autograd.Variable._execution_engine.queue_callback(_weak(self._finish_backward))
 
     def _finish_backward(self) -> None:
@@ -383,78 +395,8 @@ class Engine(Generic[ChunkT]):
             scope.calls.clear()
         self._active.clear()
         self._recomputed.clear()
-        self._idle.clear()
-        self._store.finish_backward()
-        if not self._ordered:
-            self._store.adopt_reduce_order()
-            self._ordered = True
+        self._course.finish_backward()
         self._in_backward = False
-        self._finish_run()
-
-    # -- moving chunks ------------------------------------------------------------------------------------------------
-
-    def _access(self, scope: Scope, phase: Phase) -> None:
-        """Gather what a scope needs, start what the plan wants early, and release what is in the way."""
-        key = (scope, phase)
-        run = self._run
-        if run.recording is not None:
-            run.recording.append(key)
-        prefetch = None if run.schedule is None else run.schedule.advance(key)
-        chunks = self._chunks(scope, phase)
-        for chunk in [idle for idle in self._idle if idle not in chunks]:
-            if prefetch is None or not self._keeps(chunk):
-                self._store.release(chunk)
-                del self._idle[chunk]
-        if not self._store.has_room((*chunks, *(prefetch or ()))):
-            prefetch = ()
-            self._make_room(chunks)
-        for chunk in (*chunks, *(prefetch or ())):
-            self._store.start_gather(chunk)
-        for chunk in chunks:
-            self._idle.pop(chunk, None)
-        for chunk in prefetch or ():
-            self._idle.setdefault(chunk)
-
-    def _make_room(self, chunks: tuple[ChunkT, ...]) -> None:
-        """Give back what is gathered ahead of its use, and then what recompute holds for the backward that follows.
-
-        That is safe, for backward enters such a scope once more and gathers again; it costs those gathers.
-        """
-        self._release_idle(chunks)
-        for scope in list(self._recomputed):
-            if self._store.has_room(chunks):
-                return
-            self._end_scope_backward(scope)
-            self._release_idle(chunks)
-
-    def _release_idle(self, chunks: tuple[ChunkT, ...]) -> None:
-        for chunk in [idle for idle in self._idle if idle not in chunks]:
-            self._store.release(chunk)
-            del self._idle[chunk]
-
-    def _let_go(self, params: Sequence[nn.Parameter]) -> None:
-        """Release the chunks of a use that is over, or leave them idle where the next access may want them."""
-        for chunk in dict.fromkeys(self._store.chunk_of(param) for param in params):
-            if self._run.schedule is None or self._keeps(chunk):
-                self._idle[chunk] = None
-            else:
-                self._store.release(chunk)
-
-    def _keeps(self, chunk: ChunkT) -> bool:
-        return self._run.schedule is not None and self._run.schedule.keeps(chunk)
-
-    def _chunks(self, scope: Scope, phase: Phase) -> tuple[ChunkT, ...]:
-        params = scope.params if phase == "forward" or scope.value_in_backward else ()
-        return tuple(dict.fromkeys(self._store.chunk_of(param) for param in params))
-
-    def _finish_run(self) -> None:
-        """Make a plan of what was recorded, and be ready for the next step."""
-        run = self._run
-        if run.recording and run.mode is not None and self._planner is not None:
-            accesses = tuple(RecordedAccess(phase, self._chunks(scope, phase)) for scope, phase in run.recording)
-            trace = RecordedTrace(accesses)
-            self._schedules[run.mode] = Schedule(run.recording, trace, self._planner.schedule(trace))
-        self._run, self._suspended = self._suspended or _Run(None), None
 
     def end_interrupted_step(self) -> None:
         """Return to rest if the last backward never came to its end."""
@@ -471,9 +413,8 @@ class Engine(Generic[ChunkT]):
             scope.calls.clear()
         self._active.clear()
         self._recomputed.clear()
-        self._idle.clear()
-        self._run, self._suspended = _Run(None), None
         self._in_backward = False
+        self._course.reset()
         self._store.reset()
 
 
@@ -490,13 +431,22 @@ def _grad_fns(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
             yield tensor._base.grad_fn
 
 
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
+def _outer_first(
+    returned: list[tuple[Scope, Call | None]], begin: Callable[[Scope, Call | None], None]
+) -> Callable[[object], None]:
+    def hook(_: object) -> None:
+        for scope, call in reversed(returned):
+            begin(scope, call)
+
+    return hook
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callable that does not keep the method's object alive: hooks live as long as what they hang on."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: object) -> None:
+    def call(*args: object) -> Any:
         target = reference()
-        if target is not None:
-            target(*args)
+        return None if target is None else target(*args)
 
     return call

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from gemini_ddp.interfaces import Phase, Plan
 
 ChunkT = TypeVar("ChunkT", bound=Hashable)
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,33 +28,50 @@ class RecordedTrace(Generic[ChunkT]):
     accesses: tuple[RecordedAccess[ChunkT], ...]
 
 
-class Schedule(Generic[ChunkT]):
+class Schedule(Generic[KeyT, ChunkT]):
     """A plan and the position in it.
 
     Args:
         keys: what identifies each access of the trace, in order.
         trace: the trace.
-        plan: one step for each access.
+        plan: one step for each access; None gathers on demand.
+        due: for each access, the chunks that were complete on every rank when it began.
+
+    Attributes:
+        has_plan: whether there is a plan, or only a trace.
+        deviations: accesses that came out of the recorded order so far.
 
     Raises:
         ValueError: the plan has another number of steps than the trace has accesses.
     """
 
-    def __init__(self, keys: Sequence[Hashable], trace: RecordedTrace[ChunkT], plan: Plan[ChunkT]) -> None:
-        if len(plan.steps) != len(trace.accesses):
+    def __init__(
+        self,
+        keys: Sequence[KeyT],
+        trace: RecordedTrace[ChunkT],
+        plan: Plan[ChunkT] | None,
+        due: Sequence[tuple[ChunkT, ...]],
+    ) -> None:
+        if plan is not None and len(plan.steps) != len(trace.accesses):
             raise ValueError(f"The plan has {len(plan.steps)} steps for {len(trace.accesses)} accesses.")
+        self.has_plan = plan is not None
         self.deviations = 0
         self._keys = list(keys)
-        self._places: dict[Hashable, list[int]] = {}
+        self._due = list(due)
+        self._places: dict[KeyT, list[int]] = {}
         for index, key in enumerate(keys):
             self._places.setdefault(key, []).append(index)
-        self._prefetch = [tuple(step.prefetch) for step in plan.steps]
-        self._resident: list[frozenset[ChunkT]] = []
-        resident: set[ChunkT] = set()
-        for access, step in zip(trace.accesses, plan.steps, strict=True):
-            resident |= {*access.chunks, *step.prefetch}
-            resident -= {*step.release}
-            self._resident.append(frozenset(resident))
+        self._prefetch: list[tuple[ChunkT, ...]] = [()] * len(self._keys)
+        self._drops: list[tuple[ChunkT, ...]] = [()] * len(self._keys)
+        self._resident: list[frozenset[ChunkT]] = [frozenset()] * len(self._keys)
+        if plan is not None:
+            self._prefetch = [tuple(step.prefetch) for step in plan.steps]
+            resident: set[ChunkT] = set()
+            for index, (access, step) in enumerate(zip(trace.accesses, plan.steps, strict=True)):
+                kept = (resident | {*access.chunks, *step.prefetch}) - {*step.release}
+                self._drops[index] = tuple(chunk for chunk in resident if chunk not in kept | {*access.chunks})
+                resident = kept
+                self._resident[index] = frozenset(kept)
         self._cursor = -1
         self._on_course = True
 
@@ -62,25 +80,56 @@ class Schedule(Generic[ChunkT]):
         self._cursor = -1
         self._on_course = True
 
-    def advance(self, key: Hashable) -> tuple[ChunkT, ...] | None:
-        """Move to the access that ``key`` names and return what to prefetch there.
+    def skip_to(self, key: KeyT | None) -> Iterator[tuple[KeyT, tuple[ChunkT, ...]]]:
+        """Move to just before the next access of ``key`` ahead, where there is one, or to the end if it is None.
 
-        An access out of order does not invalidate the rest: the position moves to the next access of that key, around
-        the end if need be. For a key that the trace does not have, the answer is None.
+        Yields:
+            Each access that is skipped, and the chunks to reduce there.
         """
+        target = len(self._keys)
+        if key is not None:
+            places = self._places.get(key, [])
+            place = bisect_right(places, self._cursor)
+            target = places[place] if place < len(places) else 0
+        while self._cursor + 1 < target:
+            self._cursor += 1
+            self.deviations += 1
+            yield self._keys[self._cursor], self._due[self._cursor]
+
+    def follows(self, key: KeyT) -> bool:
+        """Move to the next access if that is one of ``key``; return whether it is."""
         expected = self._cursor + 1
         if expected < len(self._keys) and self._keys[expected] == key:
             self._cursor = expected
             self._on_course = True
-            return self._prefetch[expected]
+            return True
+        return False
+
+    def jump_to(self, key: KeyT) -> None:
+        """Move to an access out of order, which does not invalidate the rest.
+
+        The position moves to the next access of that key, around the end if need be, or stays where there is none.
+        """
         self.deviations += 1
         places = self._places.get(key)
-        if places is None:
-            self._on_course = False
-            return None
-        self._cursor = places[bisect_right(places, self._cursor) % len(places)]
-        self._on_course = True
-        return self._prefetch[self._cursor]
+        self._on_course = places is not None
+        if places is not None:
+            self._cursor = places[bisect_right(places, self._cursor) % len(places)]
+
+    @property
+    def prefetch(self) -> tuple[ChunkT, ...]:
+        """What to gather ahead at the current position."""
+        return self._prefetch[self._cursor] if self._on_course else ()
+
+    @property
+    def drops(self) -> tuple[ChunkT, ...]:
+        """What stayed gathered until the current position, and no longer."""
+        return self._drops[self._cursor]
+
+    @property
+    def due(self) -> tuple[ChunkT, ...]:
+        """The chunks to reduce at the current position."""
+        return self._due[self._cursor]
 
     def keeps(self, chunk: ChunkT) -> bool:
         """Whether an idle chunk stays gathered at the current position."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -16,20 +16,26 @@ class Scope:
     """One module whose calls need parameters.
 
     Attributes:
+        index: its place among the model's scopes.
         name: its path in the model; "" is the model itself.
         is_root: whether it is the model itself.
         params: the managed parameters that it owns, then those it was seen to use of other modules.
         value_in_backward: whether backward reads the parameters' values; an embedding's does not.
         shares: whether it is a plain linear layer with a parameter that another module owns, too.
         borrows: whether it was seen to use a parameter of another module.
+        is_leaf: whether it stands for all modules within it, of which a call may use any.
+        last_call: when forward called it last in this step, counted in calls; 0 if it did not.
+        reaches_backward: whether backward may enter a call of this step.
         hides_outputs: whether backward was seen to reach its operations other than through what it returns.
     """
 
+    index: int
     name: str
     is_root: bool
     params: tuple[nn.Parameter, ...]
     value_in_backward: bool
     shares: bool
+    is_leaf: bool = False
     borrows: bool = False
     hides_outputs: bool = False
     ends_with_inputs: bool = field(init=False)
@@ -38,6 +44,8 @@ class Scope:
     waiting: set[Tensor] = field(default_factory=set)
     calls: set[Call] = field(default_factory=set)
     in_backward: bool = False
+    last_call: int = 0
+    reaches_backward: bool = False
 
     def __post_init__(self) -> None:
         self.settle_end()
@@ -58,12 +66,10 @@ class Scope:
         self.needs_inputs = not all(self.trains)
         # A shared parameter's gradient comes after the last of its uses. Only of a plain linear layer is it sure
         # that nothing of its backward is left when the gradient of its input exists.
+        # Of a leaf it is not known which parameters get gradients, but when its inputs have theirs, all have come:
+        # autograd runs what was recorded later first.
         frozen_only = bool(self.params) and not any(self.trains)
-        self.ends_with_inputs = not self.borrows and (frozen_only or self.shares)
-
-    def path_of(self, key: str) -> str:
-        """Return the path in the model of a parameter by its name in the module."""
-        return f"{self.name}.{key}" if self.name else key
+        self.ends_with_inputs = not self.borrows and (frozen_only or self.shares or self.is_leaf)
 
     @property
     def watches_inputs(self) -> bool:
@@ -90,23 +96,62 @@ class Call:
     inputs_left: int = 0
 
 
-def find_scopes(module: nn.Module, manages: Callable[[object], bool]) -> dict[nn.Module, Scope]:
-    """Return a scope for the model itself and for every module that owns a managed parameter."""
-    owners = Counter(param for child in module.modules() for param in _owned(child, manages))
-    scopes = {}
-    for name, child in module.named_modules():
-        params = tuple(dict.fromkeys(_owned(child, manages)))
-        if not params and child is not module:
+def find_scopes(
+    module: nn.Module,
+    manages: Callable[[object], bool],
+    leaf_modules: Collection[type[nn.Module] | str] = (),
+) -> dict[nn.Module, Scope]:
+    """Return a scope for the model itself, for every leaf, and for every other module that owns a managed parameter.
+
+    Args:
+        module: the model.
+        manages: whether a tensor is a managed parameter.
+        leaf_modules: classes, or paths in the model, of modules that are one scope with all modules within them.
+
+    Raises:
+        ValueError: the model has no such leaf, or it is a container that is not called.
+    """
+    named = dict(module.named_modules())
+    leaves = _find_leaves(named, leaf_modules)
+    params: dict[str, list[nn.Parameter]] = {}
+    for name, child in named.items():
+        owner = next((leaf for leaf in leaves if name == leaf or name.startswith(f"{leaf}." if leaf else "")), name)
+        params.setdefault(owner, []).extend(_owned(child, manages))
+    owners = Counter(param for owned in params.values() for param in dict.fromkeys(owned))
+    scopes: dict[nn.Module, Scope] = {}
+    for name, owned in params.items():
+        if not owned and name:
             continue
-        shared = any(owners[param] > 1 for param in params if param.requires_grad)
+        child = named[name]
+        shared = any(owners[param] > 1 for param in owned if param.requires_grad)
         scopes[child] = Scope(
+            index=len(scopes),
             name=name,
             is_root=child is module,
-            params=params,
+            params=tuple(dict.fromkeys(owned)),
             value_in_backward=not _is_plain_embedding(child),
             shares=shared and _is_plain(child, nn.Linear),
+            is_leaf=name in leaves,
         )
     return scopes
+
+
+def _find_leaves(named: Mapping[str, nn.Module], leaf_modules: Collection[type[nn.Module] | str]) -> list[str]:
+    """Return the paths of the leaves, outer ones first."""
+    paths = [path for path in leaf_modules if isinstance(path, str)]
+    classes = tuple(cls for cls in leaf_modules if not isinstance(cls, str))
+    found = [name for name, child in named.items() if name in paths or isinstance(child, classes)]
+    missing = [path for path in paths if path not in named]
+    missing += [cls.__name__ for cls in classes if not any(isinstance(child, cls) for child in named.values())]
+    if missing:
+        raise ValueError(f"leaf_modules names {missing}, but the model has no such modules.")
+    for name in found:
+        if isinstance(named[name], (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"leaf_modules names {name!r}, a {type(named[name]).__name__}, which nobody calls. Name the module "
+                "that calls what is in it."
+            )
+    return found
 
 
 def _owned(module: nn.Module, manages: Callable[[object], bool]) -> Iterable[nn.Parameter]:
@@ -133,12 +178,19 @@ class Layout:
     def __init__(self, module: nn.Module, scopes: Mapping[nn.Module, Scope], manages: Callable[[object], bool]) -> None:
         self._manages = manages
         self._trainable = {param for scope in scopes.values() for param in scope.params if param.requires_grad}
-        self._scopes = [(child, scope, [*map(id, child._parameters.values())]) for child, scope in scopes.items()]
+        self._scopes = tuple(scopes.values())
+        names = {child: name for name, child in module.named_modules()}
+        self._owners = [
+            (child, name, [*map(id, child._parameters.values())])
+            for child, name in names.items()
+            if child in scopes or next(iter(_owned(child, manages)), None) is not None
+        ]
+        owners = {child for child, _, _ in self._owners}
         self._places = [
-            (parent, key, child, scopes[child].name)
+            (parent, key, child, names[child])
             for parent in module.modules()
             for key, child in parent._modules.items()
-            if child is not None and child in scopes
+            if child is not None and child in owners
         ]
 
     def check(self) -> None:
@@ -153,26 +205,33 @@ class Layout:
                     f"Module {name!r} was replaced after the model was wrapped, so its parameters are not in the "
                     "store. Change the model first, then wrap it."
                 )
-        for child, scope, ids in self._scopes:
+        for child, name, ids in self._owners:
             if [*map(id, child._parameters.values())] != ids:
-                self._check_replaced(child, scope)
+                self._check_replaced(child, name, ids)
+        for scope in self._scopes:
             if [param.requires_grad for param in scope.params] != scope.trains:
-                self._check_thawed(child, scope)
+                self._check_thawed()
                 scope.settle_end()
 
-    def _check_replaced(self, child: nn.Module, scope: Scope) -> None:
+    def _check_replaced(self, child: nn.Module, name: str, ids: Sequence[int]) -> None:
         for key, param in child._parameters.items():
             # Tensors that torch.func.functional_call puts there for one call are no parameters.
-            if isinstance(param, nn.Parameter) and not self._manages(param):
+            if isinstance(param, nn.Parameter) and id(param) not in ids:
                 raise ZeroDDPError(
-                    f"Parameter {scope.path_of(key)!r} was replaced after the model was wrapped, so it is not in the "
-                    "store. Overwrite values with load_state_dict; change the model first, then wrap it."
+                    f"Parameter {_join(name, key)!r} was replaced, or tied to another, after the model was wrapped. "
+                    "Overwrite values with load_state_dict; change the model first, then wrap it."
                 )
 
-    def _check_thawed(self, child: nn.Module, scope: Scope) -> None:
-        for key, param in child._parameters.items():
-            if param is not None and param.requires_grad and self._manages(param) and param not in self._trainable:
+    def _check_thawed(self) -> None:
+        for child, name, _ in self._owners:
+            for key, param in child._parameters.items():
+                if param is None or not param.requires_grad or param in self._trainable or not self._manages(param):
+                    continue
                 raise ZeroDDPError(
-                    f"Parameter {scope.path_of(key)!r} was frozen when the model was wrapped, so nothing takes its "
+                    f"Parameter {_join(name, key)!r} was frozen when the model was wrapped, so nothing takes its "
                     "gradient. Wrap the model with it trainable; it may be frozen later, and thawed again."
                 )
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

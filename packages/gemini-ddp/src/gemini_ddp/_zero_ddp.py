@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gemini_ddp._engine import Engine
 from gemini_ddp._errors import ZeroDDPError
+from gemini_ddp._ranks import Ranks
 from gemini_ddp._tensors import map_tensors
 from gemini_ddp.interfaces import ChunkStore, Planner
 
@@ -30,13 +33,16 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         module: the model; every parameter that is to be sharded is managed by ``store`` already.
         store: holds the parameters.
         planner: turns the first step's trace into a plan; None gathers on demand.
+        process_group: the ranks that share the store; None for a single rank.
+        leaf_modules: classes, or paths in the model, of modules that are gathered as one with all modules within
+            them. Ranks may use different ones of those, as in a mixture of experts.
         input_dtype: floating inputs are cast to it; None leaves them.
         scales_loss: whether the loss must be scaled (fp16): ``loss.backward()`` raises, `backward` within
             an optimizer that scales is the way.
         force_outputs_fp32: cast floating outputs to fp32.
 
     Raises:
-        ValueError: the module is wrapped already.
+        ValueError: the module is wrapped already, or has no module that ``leaf_modules`` names.
     """
 
     def __init__(
@@ -45,6 +51,8 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         store: ChunkStore[ChunkT],
         planner: Planner[ChunkT] | None = None,
         *,
+        process_group: dist.ProcessGroup | None = None,
+        leaf_modules: Collection[type[nn.Module] | str] = (),
         input_dtype: torch.dtype | None = None,
         scales_loss: bool = False,
         force_outputs_fp32: bool = False,
@@ -57,7 +65,9 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         self.scales_loss = scales_loss
         self._input_dtype = input_dtype
         self._force_outputs_fp32 = force_outputs_fp32
-        self._engine = Engine(module, store, planner, scales_loss=scales_loss)
+        self._engine = Engine(
+            module, store, planner, Ranks(process_group), leaf_modules=leaf_modules, scales_loss=scales_loss
+        )
         self._state_hook = module.register_state_dict_pre_hook(_refuse_placeholders)
         setattr(module, _MARK, True)
         self.training = module.training
@@ -81,6 +91,16 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         """
         with self._engine.scaled_backward():
             loss.backward()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate the gradients of the backwards inside on this rank; the next one outside reduces the sum.
+
+        That sends fewer bytes than reducing after each backward, and takes the memory of a full, unsharded gradient in
+        the working dtype; without it, sums lie in shards. Every rank enters and leaves alike.
+        """
+        with self._engine.no_sync():
+            yield
 
     def unwrap(self) -> nn.Module:
         """Return the user's module."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -16,9 +16,9 @@ Phase = Literal["forward", "backward"]
 class ChunkStore(Protocol[ChunkT]):
     """Holds parameters in chunks that are valid on the compute device only while gathered.
 
-    Every rank makes the same calls that may communicate (`start_gather`, `begin_use`, `take_gradient`,
-    `finish_backward`, `adopt_reduce_order`, `full_value`) in the same order. `gemini_ddp.testing.ChunkStoreContract`
-    tests what is said here.
+    Every rank makes the same calls that may communicate (`start_gather`, `begin_use`, `start_reduce`,
+    `finish_backward`, `full_value`) in the same order, and those only: `take_gradient` may come in any order, on any
+    rank or on none. `gemini_ddp.testing.ChunkStoreContract` tests what is said here.
     """
 
     def __contains__(self, tensor: object) -> bool:
@@ -30,7 +30,7 @@ class ChunkStore(Protocol[ChunkT]):
     def has_room(self, chunks: Iterable[ChunkT]) -> bool:
         """Whether all of these chunks can be gathered now; the same on every rank."""
 
-    def start_gather(self, chunk: ChunkT) -> None:
+    def start_gather(self, chunk: ChunkT) -> object:
         """Start to make a chunk valid; does nothing for one that is, or is on its way."""
 
     def release(self, chunk: ChunkT) -> None:
@@ -49,21 +49,27 @@ class ChunkStore(Protocol[ChunkT]):
         Raise RuntimeError where no use was begun.
         """
 
-    def take_gradient(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Take this rank's gradient of a parameter, shape of the parameter; reduce its chunk when it is complete.
+    def take_gradient(self, tensor: Tensor, gradient: Tensor) -> object:
+        """Take this rank's gradient of a parameter, shape of the parameter.
 
         A gradient may come in parts within one backward, and several backwards may come before the gradients are
         used: all of them add up.
         """
 
-    def start_backward(self) -> None:
-        """Called before the first `take_gradient` of a backward."""
+    def start_reduce(self, chunk: ChunkT) -> object:
+        """Start to average a chunk's gradients over the ranks, and add them to those of earlier reductions.
 
-    def finish_backward(self) -> None:
-        """Reduce what has not been reduced, wait for all reductions, end all uses, and release."""
+        A parameter that has no gradient on this rank counts as zero.
+        """
 
-    def adopt_reduce_order(self) -> None:
-        """Called once after the first backward: later ones may reduce chunks in the order they were completed in."""
+    def finish_backward(self, unused: Set[Tensor] = frozenset(), *, keep_local: bool = False) -> None:
+        """Reduce each chunk that has not been reduced in this backward, wait, end all uses, and release.
+
+        Args:
+            unused: parameters without a gradient on any rank since the last backward that was reduced, the same on
+                every rank; it is as if they had taken no part. A chunk of such parameters only is not reduced.
+            keep_local: reduce nothing: this rank's gradients stay with it until the next backward adds to them.
+        """
 
     def rest(self) -> None:
         """Release every chunk that nobody uses."""

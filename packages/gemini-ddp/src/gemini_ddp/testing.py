@@ -10,7 +10,7 @@ its two methods. Plain asserts; no test framework is imported.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Generic
 
 import torch
@@ -130,26 +130,24 @@ class PlainStore:
         sofar = self._gradients.get(tensor)
         self._gradients[tensor] = gradient.clone() if sofar is None else sofar.add_(gradient)
 
-    def start_backward(self) -> None:
-        """Do nothing: the order of gradients does not matter here."""
+    def start_reduce(self, chunk: PlainChunk) -> None:
+        """Do nothing: `finish_backward` averages all gradients."""
 
     @torch.no_grad()
-    def finish_backward(self) -> None:
+    def finish_backward(self, unused: Set[Tensor] = frozenset(), *, keep_local: bool = False) -> None:
         """Average the gradients, zero where none came on a rank, and release everything."""
         world_size = 1 if self._group is None else dist.get_world_size(self._group)
-        for param, weight in self._weights.items():
-            gradient = self._gradients.get(param)
-            if world_size > 1 and param.requires_grad:
-                gradient = torch.zeros_like(weight) if gradient is None else gradient
+        for param, weight in () if keep_local else self._weights.items():
+            if not param.requires_grad or param in unused:
+                continue
+            gradient = self._gradients.pop(param, None)
+            if gradient is None:
+                gradient = torch.zeros_like(weight)
+            if world_size > 1:
                 dist.all_reduce(gradient, group=self._group)
                 gradient /= world_size
-            if gradient is not None:
-                weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        self._gradients.clear()
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
         self._end_all_uses()
-
-    def adopt_reduce_order(self) -> None:
-        """Do nothing: the order is that of the parameters."""
 
     def rest(self) -> None:
         """Release every chunk that nobody uses."""
@@ -389,13 +387,11 @@ class ChunkStoreContract(ABC, Generic[ChunkT]):
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def test_gradients_are_averaged_over_ranks_in_whatever_order_they_come(self) -> None:
-        """Also once the order of the first backward was adopted."""
+        """Whether a chunk is reduced as soon as it may be, or at the end of backward."""
         params, values, store = self._new()
         trainable = params[:-1]
         for number, order in enumerate((trainable, trainable[::-1], trainable[1:] + trainable[:1])):
-            self._backward(store, order)
-            if number == 0:
-                store.adopt_reduce_order()
+            self._backward(store, order, reduce_early=number > 0)
             for param in trainable:
                 self._expect(store, param, 1.0)
             store.reset()
@@ -411,6 +407,32 @@ class ChunkStoreContract(ABC, Generic[ChunkT]):
         for param in params[2:-1]:
             gradient = self.gradient_of(store, param)
             assert gradient is None or not gradient.any()
+
+    def test_what_no_rank_used_takes_no_part(self) -> None:
+        """And a parameter that another rank used counts as zero here."""
+        params, values, store = self._new()
+        given = params[:2] if self.rank == 0 else params[:1]
+        self._backward(store, params[:-1], given=given, unused={*params[2:-1]})
+        self._expect(store, params[0], 1.0)
+        second = self.gradient_of(store, params[1])
+        assert second is not None
+        torch.testing.assert_close(second.float(), torch.full(params[1].shape, 1 / self.world_size))
+        for param in params[2:-1]:
+            gradient = self.gradient_of(store, param)
+            assert gradient is None or not gradient.any()
+        self._expect_values(store, params, values)
+
+    def test_local_gradients_wait_for_the_next_backward(self) -> None:
+        """A parameter may have one in one of the two backwards only."""
+        params, values, store = self._new()
+        self._backward(store, params[:-1], keep_local=True)
+        assert self.gradient_of(store, params[0]) is None, "Nothing was to be reduced."
+        self._expect_values(store, params, values)
+        self._backward(store, params[:2])
+        for param in params[:2]:
+            self._expect(store, param, 2.0)
+        for param in params[2:-1]:
+            self._expect(store, param, 1.0)
 
     def test_gradients_of_several_backwards_add_up(self) -> None:
         """Accumulation, with and without a gradient in each."""
@@ -435,7 +457,6 @@ class ChunkStoreContract(ABC, Generic[ChunkT]):
         params, _, store = self._new()
         store.begin_use(params)
         store.begin_use(params[:2])
-        store.start_backward()
         self._give(store, params[0])
         store.finish_backward()
         assert _raises(RuntimeError, lambda: store.end_use(params[1:2], in_backward=True))
@@ -447,7 +468,6 @@ class ChunkStoreContract(ABC, Generic[ChunkT]):
         """Uses, gathers under way and gradients; what follows is as if the step had never been."""
         params, values, store = self._new()
         store.begin_use(params)
-        store.start_backward()
         self._give(store, params[0])
         store.start_gather(store.chunk_of(params[1]))
         store.reset()
@@ -494,13 +514,27 @@ class ChunkStoreContract(ABC, Generic[ChunkT]):
     def _give(self, store: ChunkStore[ChunkT], param: nn.Parameter) -> None:
         store.take_gradient(param, torch.full(param.shape, float(2 * self.rank + 1)))
 
-    def _backward(self, store: ChunkStore[ChunkT], order: Sequence[nn.Parameter]) -> None:
-        store.start_backward()
+    def _backward(
+        self,
+        store: ChunkStore[ChunkT],
+        order: Sequence[nn.Parameter],
+        *,
+        given: Sequence[nn.Parameter] | None = None,
+        reduce_early: bool = False,
+        unused: Set[Tensor] = frozenset(),
+        keep_local: bool = False,
+    ) -> None:
+        left = [store.chunk_of(param) for param in order]
         for param in order:
             store.begin_use([param])
             store.end_use([param], in_backward=True)
-            self._give(store, param)
-        store.finish_backward()
+            if given is None or any(param is other for other in given):
+                self._give(store, param)
+            chunk = store.chunk_of(param)
+            left.remove(chunk)
+            if reduce_early and chunk not in left:
+                store.start_reduce(chunk)
+        store.finish_backward(unused, keep_local=keep_local)
 
     def _expect(self, store: ChunkStore[ChunkT], param: nn.Parameter, times: float) -> None:
         gradient = self.gradient_of(store, param)

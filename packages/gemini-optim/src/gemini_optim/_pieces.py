@@ -8,6 +8,8 @@ one for each parameter group and state name, so that the bytes do not depend on 
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +19,7 @@ from torch import Tensor
 from gemini_optim._errors import ShardLayoutError
 from gemini_optim.interfaces import OptimShard
 
-__all__ = ["Piece", "Segment", "StateMemory", "cut_pieces", "list_segments"]
+__all__ = ["Piece", "Segment", "StateMemory", "cut_pieces", "list_segments", "split_pieces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,23 @@ def cut_pieces(
                 continue
         runs.append([segment])
     return [Piece(tuple(part)) for run in runs for part in _blocks(run, block_numel)]
+
+
+def split_pieces(pieces: Iterable[Piece], apart: Callable[[Segment], bool], memory: StateMemory) -> Iterable[Piece]:
+    """Cut pieces where ``apart`` changes from one segment to the next; each part goes on with the state it has."""
+    for piece in pieces:
+        runs = [tuple(run) for _, run in itertools.groupby(piece.segments, apart)]
+        if len(runs) == 1:
+            yield piece
+            continue
+        for run in runs:
+            part = Piece(run)
+            for name, value in piece.state.items():
+                if name in piece.owned:
+                    memory.take(part, name, piece.owned[name].dtype)
+                else:
+                    part.state[name] = copy.deepcopy(value)
+            yield part
 
 
 def _blocks(run: list[Segment], block_numel: int) -> Iterable[list[Segment]]:

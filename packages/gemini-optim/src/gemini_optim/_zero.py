@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, cast, overload
 
 import torch
@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from gemini_optim import _collectives
 from gemini_optim._clip import SUPPORTED_NORMS, clip_coefficient, total_norm
 from gemini_optim._errors import ShardLayoutError
-from gemini_optim._pieces import Piece, StateMemory, cut_pieces, list_segments
+from gemini_optim._pieces import Piece, StateMemory, cut_pieces, list_segments, split_pieces
 from gemini_optim._scaler import DynamicLossScaler
 from gemini_optim._state import SavedStates, gather_states, pieces_with_states
 from gemini_optim._update import BlockUpdate, batches
@@ -123,6 +123,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # The way torch restores an optimizer: it makes this one complete without copying the groups, whose dicts
         # (and their list) stay those of `optim`.
         self.__setstate__({"defaults": optim.defaults, "state": optim.state, "param_groups": optim.param_groups})
+        self._pieces: list[Piece] = []
         self._lay_out()
 
     @property
@@ -176,7 +177,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with record_function("gemini::step"):
             self._adopt_users_changes()
             grads = [shard.grad() for shard in self._model.shards]
-            active = [piece for piece in self._pieces if grads[piece.shard_index] is not None]
+            active = self._active(grads)
             norm = total_norm(
                 (_part(grads[piece.shard_index], piece) for piece in active),
                 self.norm_type,
@@ -196,6 +197,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._optim._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers set it, untyped
         return loss
 
+    def _active(self, grads: Sequence[Tensor | None]) -> list[Piece]:
+        """Return the pieces that have gradients, cut so that they hold no parameter without one."""
+        unused = {
+            param
+            for shard, grad in zip(self._model.shards, grads, strict=True)
+            if grad is not None
+            for param in shard.without_gradient()
+        }
+        active = [piece for piece in self._pieces if grads[piece.shard_index] is not None]
+        if not unused:
+            return active
+        numbers = {number for number, param in enumerate(self._params()) if param in unused}
+        self._pieces = list(split_pieces(self._pieces, lambda part: part.param_index in numbers, self._memory))
+        return [
+            piece
+            for piece in self._pieces
+            if grads[piece.shard_index] is not None and piece.segments[0].param_index not in numbers
+        ]
+
     def get_grad_norm(self) -> float | None:
         """Return the norm of the unscaled, unclipped gradients of the last step, over all ranks.
 
@@ -211,8 +231,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         del set_to_none
         for shard in self._model.shards:
-            if shard.grad() is not None:
-                shard.discard()
+            shard.discard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that the model manages, on every rank, before the first step.

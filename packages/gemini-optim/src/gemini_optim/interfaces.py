@@ -6,7 +6,7 @@ whether another one keeps these promises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -58,6 +58,12 @@ class OptimShard(Protocol):
 
         It is averaged over ranks and still multiplied by the loss scale. ``step`` may overwrite it in place. None on
         every rank when nothing in this chunk got a gradient since the last ``commit`` or ``discard``.
+        """
+
+    def without_gradient(self) -> Collection[nn.Parameter]:
+        """Return parameters in this shard of which no rank has a gradient, although others in the chunk have one.
+
+        ``step`` leaves them alone, as torch does where ``grad`` is None; `grad` holds anything in their place.
         """
 
     def master(self) -> Tensor:

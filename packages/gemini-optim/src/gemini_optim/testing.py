@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +38,17 @@ class PlainShard:
         self.slices = tuple(slices)
         self.state_bytes: dict[str, int] = {}
         self.gradient: Tensor | None = None
+        self.unused: set[nn.Parameter] = set()
         self._working = working
         self._master = working if working.dtype == torch.float32 else working.float()
 
     def grad(self) -> Tensor | None:
         """Return the averaged gradient, shape ``(shard_numel,)``, or None."""
         return self.gradient
+
+    def without_gradient(self) -> Collection[nn.Parameter]:
+        """Return the parameters of which no rank has a gradient."""
+        return self.unused
 
     def master(self) -> Tensor:
         """Return the fp32 master weights, shape ``(shard_numel,)``; an fp32 model's own weights."""
@@ -104,9 +109,11 @@ class PlainModel:
         loss.backward()
         for (params, full), shard in zip(self._chunks, self.shards, strict=True):
             present = [param.grad is not None for param in params]
-            [used] = _collectives.all_reduce_numbers([any(present)], "max", self.process_group)
-            if not used:
+            used = _collectives.all_reduce_numbers(present, "max", self.process_group)
+            if not any(used):
                 continue
+            unused = {param for param, one in zip(params, used, strict=True) if not one}
+            shard.unused = unused if shard.gradient is None else shard.unused & unused
             total = torch.zeros(full.numel())
             offset = 0
             for param in params:

@@ -1,0 +1,144 @@
+"""The systems that train side by side: plain DDP, its peers, and ours."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
+from training_cases import LEARNING_RATE, Case, loss_of
+
+Step = Callable[[Tensor], Tensor]
+
+
+def _plain(case: Case) -> Step:
+    """Train without communication: DDP's work on one rank, a bound for the others on several."""
+    return _torch_step(case, case.model())
+
+
+def _ddp(case: Case) -> Step:
+    model = case.model()
+    return _torch_step(case, model if case.world_size == 1 else DistributedDataParallel(model))
+
+
+def _torch_step(case: Case, model: nn.Module) -> Step:
+    """Train with torch's own fused AdamW; bf16 is autocast, which keeps fp32 weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+    def step(ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
+            loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _fsdp2(case: Case) -> Step:
+    model = case.model()
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16 if case.world_size == 1 else torch.float32)
+    policy = mixed if case.precision == "bf16" else MixedPrecisionPolicy()
+    mesh = dist.init_device_mesh("cpu", (case.world_size,))
+    for block in next(module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+    def step(ids: Tensor) -> Tensor:
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _ours(
+    case: Case,
+    *,
+    shard_param_frac: float = 1.0,
+    max_prefetch: int = 2,
+    offload_optim_frac: float = 0.0,
+    offload_param_frac: float = 0.0,
+) -> Step:
+    model = GeminiDDP(
+        case.model(),
+        precision=case.precision,
+        min_chunk_size_m=case.chunk_m,
+        search_range_m=case.chunk_m,
+        hidden_dim=case.width,
+        shard_param_frac=shard_param_frac,
+        max_prefetch=max_prefetch,
+        offload_optim_frac=offload_optim_frac,
+        offload_param_frac=offload_param_frac,
+    )
+    optimizer = GeminiAdamOptimizer(model, lr=LEARNING_RATE)
+
+    def step(ids: Tensor) -> Tensor:
+        loss = loss_of(model, ids)
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _deepspeed(case: Case, *, stage: int) -> Step:
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read when the package is imported
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+    deepspeed = importlib.import_module("deepspeed")
+    deepspeed.logger.setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
+    model = case.model()
+    # Fused, and not torch's class itself, which it would replace by one that it compiles.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    settings = {
+        "train_micro_batch_size_per_gpu": case.batch(0, 0).shape[0],
+        "zero_optimization": {"stage": stage, "overlap_comm": False, "contiguous_gradients": True},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": case.precision == "bf16"},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def step(ids: Tensor) -> Tensor:
+        loss = loss_of(engine, ids)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+SYSTEMS: Mapping[str, Callable[[Case], Step]] = {
+    "DDP": _ddp,
+    "no communication": _plain,
+    "FSDP2": _fsdp2,
+    "DeepSpeed ZeRO-2": partial(_deepspeed, stage=2),
+    "DeepSpeed ZeRO-3": partial(_deepspeed, stage=3),
+    "ours ZeRO-2": partial(_ours, shard_param_frac=0.0),
+    "ours ZeRO-3": _ours,
+    "ours ZeRO-3, optimizer offloaded": partial(_ours, offload_optim_frac=1.0),
+    "ours, all offloaded": partial(_ours, offload_optim_frac=1.0, offload_param_frac=1.0),
+}
+
+
+def why_missing(system: str, case: Case) -> str | None:
+    """Return why a system does not take part in a case, or None if it does."""
+    if system == "no communication" and case.world_size == 1:
+        return "the same as DDP on one rank"
+    if system.startswith("DeepSpeed") and importlib.util.find_spec("deepspeed") is None:
+        return "the package deepspeed is not installed"
+    return None
