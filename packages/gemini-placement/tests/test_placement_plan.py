@@ -158,7 +158,7 @@ def test_plan_digest_and_description_follow_the_steps() -> None:
     assert plan.digest != ahead.digest
     lines = ahead.describe().splitlines()
     assert lines[0].startswith("6 accesses, 4 gathers, at most 8,192 bytes gathered")
-    assert lines[1] == "bytes at the peak: device 57,344, host 0, disk 0"
+    assert lines[1] == "bytes at the peak: device 59,392, host 0, disk 0"
     assert lines[2] == "bytes moved in a step: ranks 14,336"
     assert lines[5].split() == ["0", "chunk", "0", "chunk", "1", "chunk", "0"]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gemini_chunk._errors import TierFullError
+from gemini_chunk._pages import touch_in_huge_pages
 from gemini_chunk._tiers import Tier
 
 
@@ -50,7 +51,9 @@ class GradientBuffers:
         return None
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._device.allocate(numel, dtype, "gradient buffers")
+        buffer = self._device.allocate(numel, dtype, "gradient buffers")
+        touch_in_huge_pages(buffer)
+        return buffer
 
     def give_back(self, buffer: Tensor) -> None:
         """See `BufferPool.give_back`."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from gemini_chunk._pages import touch_in_huge_pages
 from gemini_chunk._states import TensorInfo, TensorState
 from gemini_chunk._tiers import Tier, fill_with_poison
 
@@ -56,6 +57,7 @@ class FullBuffer:
         self._tier.charge(self._holder, self._num_bytes)
         try:
             self._storage.resize_(self._num_bytes)
+            touch_in_huge_pages(self.data)
         except BaseException:
             self._tier.discharge(self._holder, self._num_bytes)
             raise

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from torch import nn
 
 from gemini_ddp._errors import ZeroDDPError
 from gemini_ddp._gradients import Gradients
@@ -81,7 +85,10 @@ class Course(Generic[ChunkT]):
         self._run: _Run[ChunkT] = _Run(None)
         self._suspended: _Run[ChunkT] | None = None
         self._calls = 0
+        self._at: _Key | None = None
         self.find_needs()
+        reference = weakref.ref(self)
+        ranks.place = lambda: "gone" if (course := reference()) is None else course.place
 
     @property
     def deviations(self) -> int:
@@ -92,6 +99,24 @@ class Course(Generic[ChunkT]):
     def is_recording(self) -> bool:
         """Whether the pass under way is the first in its mode."""
         return self._run.recording is not None
+
+    @property
+    def place(self) -> str:
+        """The scope that was entered last, in words."""
+        if self._at is None:
+            return "between steps"
+        scope, phase = self._at
+        needs = ", ".join(map(str, self._needs[phase][scope.index])) or "no chunk"
+        return f"{phase} of {scope.name or 'the model'!r} with {needs}"
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Tell with an error where the other ranks are: they may be why it came."""
+        try:
+            yield
+        except Exception as error:
+            self._ranks.explain(error)
+            raise
 
     def find_needs(self) -> None:
         """Note which chunks each scope needs; called again when a scope was seen to need others."""
@@ -120,18 +145,23 @@ class Course(Generic[ChunkT]):
         if failed:
             run.recording = None
         if failed or run.mode is None or not run.mode[1]:
-            if run.recording is not None:
-                self._agree_on_end(self._gradients.complete)
-            self._finish_run()
+            with self._explaining():
+                if run.recording is not None:
+                    self._agree_on_end(self._gradients.complete)
+                self._finish_run()
             self._idle.clear()
             self._store.rest()
+            if not failed:
+                self._at = None
 
     def finish_backward(self) -> None:
         """Reduce what is left, bring all chunks to rest, and plan the next step if this one was recorded."""
-        self._go_along(None)
-        late = self._gradients.finish(self._agree_on_end(self._gradients.remains))
-        self._idle.clear()
-        self._finish_run(late)
+        with self._explaining():
+            self._go_along(None)
+            late = self._gradients.finish(self._agree_on_end(self._gradients.remains))
+            self._idle.clear()
+            self._finish_run(late)
+        self._at = None
         for scope in self._scopes:
             scope.last_call = 0
             scope.reaches_backward = False
@@ -146,6 +176,7 @@ class Course(Generic[ChunkT]):
             scope.last_call = 0
             scope.reaches_backward = False
         self._idle.clear()
+        self._at = None
         self.give_up()
         self._gradients.forget()
 
@@ -189,7 +220,17 @@ class Course(Generic[ChunkT]):
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def enter(self, scope: Scope, phase: Phase) -> None:
+    def enter(self, scope: Scope, phase: Phase, params: Sequence[nn.Parameter]) -> None:
+        """Begin the use of a scope's parameters, where the plan is, or all ranks are, at this entry."""
+        self._at = (scope, phase)
+        try:
+            self._arrive(scope, phase)
+            self._store.begin_use(params)
+        except Exception as error:  # as `_explaining` does, at less cost
+            self._ranks.explain(error)
+            raise
+
+    def _arrive(self, scope: Scope, phase: Phase) -> None:
         """Gather what a scope needs, start what the plan wants early, and release what is in the way."""
         run, key = self._run, (scope, phase)
         schedule = run.schedule

@@ -77,6 +77,7 @@ class Engine(Generic[ChunkT]):
         scales_loss: bool,
     ) -> None:
         self._store = store
+        self._ranks = ranks
         self._scales_loss = scales_loss
         self._announced = False
         self._scopes = find_scopes(module, store.__contains__, leaf_modules)
@@ -134,7 +135,8 @@ class Engine(Generic[ChunkT]):
         depth = len(self._stack)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self._ranks.explain(error)
             while len(self._stack) > depth:
                 self._leave(self._stack[-1].scope, (), {}, None)
             raise
@@ -144,14 +146,11 @@ class Engine(Generic[ChunkT]):
     def _hook(self, module: nn.Module, scope: Scope) -> Iterator[Any]:
         enter, leave = _weak(self._enter), _weak(self._leave)
 
-        # What the store does with its buffers is not the model's reading of them.
         def before(called: nn.Module, _: tuple[object, ...]) -> None:
-            with torch._C.DisableTorchFunction():
-                enter(scope, called)
+            enter(scope, called)
 
         def after(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-            with torch._C.DisableTorchFunction():
-                leave(scope, args, kwargs, output)
+            leave(scope, args, kwargs, output)
 
         yield module.register_forward_pre_hook(before, prepend=True)
         # Also after an exception, and after recompute that stops early: a scope that was entered is always left.
@@ -161,17 +160,31 @@ class Engine(Generic[ChunkT]):
         recompute = _in_autograd()
         if scope.is_root and not recompute and (self._in_backward or not self._stack):
             self._start_pass(module.training)
+        if self._watch is None:
+            self._begin(scope, recompute)
+        else:
+            with torch._C.DisableTorchFunction():  # what the store does with its buffers is no reading by the model
+                self._begin(scope, recompute)
+                self._remember_memory(scope.params)
+
+    def _begin(self, scope: Scope, recompute: bool) -> None:
         params = list(scope.params)
-        if not (recompute and scope.in_backward):
-            self._course.enter(scope, "backward" if recompute else "forward")
-        self._store.begin_use(params)
+        if recompute and scope.in_backward:
+            self._store.begin_use(params)
+        else:
+            self._course.enter(scope, "backward" if recompute else "forward", params)
         self._stack.append(_Use(scope, params))
-        if self._watch is not None:
-            self._remember_memory(params)
 
     def _leave(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         if not self._stack or self._stack[-1].scope is not scope:
             return  # entering failed, so nothing was begun
+        if self._watch is None:
+            self._end(scope, args, kwargs, output)
+        else:
+            with torch._C.DisableTorchFunction():
+                self._end(scope, args, kwargs, output)
+
+    def _end(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         use = self._stack.pop()
         params = use.params
         tensors = list(walk_tensors(output))
@@ -304,9 +317,8 @@ class Engine(Generic[ChunkT]):
             scope.calls.add(call)
         self._recomputed.pop(scope, None)
         if not scope.in_backward and scope.params:
-            self._course.enter(scope, "backward")
             params = scope.params if scope.value_in_backward else ()
-            self._store.begin_use(params)
+            self._course.enter(scope, "backward", params)
             self._start_scope_backward(scope, begun=params)
 
     def _on_hidden_gradient(self, scope: Scope) -> None:

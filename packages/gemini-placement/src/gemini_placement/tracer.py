@@ -9,14 +9,23 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
-
 from gemini_placement._stats import AccessStats, MemStats
 from gemini_placement.interfaces import Phase
+
+try:
+    import torch
+    from torch import Tensor, nn
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter, tree_map_only
+except ImportError as error:
+    raise ImportError(
+        "gemini_placement.tracer needs torch, the rest of the package does not: pip install gemini-placement[tracer]."
+    ) from error
 
 __all__ = ["trace_model"]
 
