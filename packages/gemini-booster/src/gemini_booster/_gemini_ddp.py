@@ -203,9 +203,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         if memstats is not None:
             chunks = {name: manager.chunk_of(param) for name, param in module.named_parameters()}
             self.expected_plan = policy.schedule(memstats.trace(chunks), placement)
-        self.shards: Sequence[ChunkShard] = [
-            ChunkShard(chunk, tier, host) for chunk, tier in states.items() if chunk.trainable
-        ]
+        self.shards: Sequence[ChunkShard] = _shards(states, host)
         if verbose and manager.collectives.rank == 0:
             logger.info("%s\n%s", manager.describe(), placement.describe())
 
@@ -231,6 +229,15 @@ class GeminiDDP(ZeroDDP[Chunk]):
                 continue
             value = self.chunk_manager.full_master(entry)
             yield name, value.to(dtype) if value.is_floating_point() else value
+
+
+def _shards(states: Mapping[Chunk, Tier], host: Tier) -> Sequence[ChunkShard]:
+    """Return the shards of trainable chunks, each of which knows the one after it."""
+    shards: list[ChunkShard] = []
+    for chunk, tier in reversed(list(states.items())):
+        if chunk.trainable:
+            shards.append(ChunkShard(chunk, tier, host, shards[-1] if shards else None))
+    return shards[::-1]
 
 
 def _device_capacity(

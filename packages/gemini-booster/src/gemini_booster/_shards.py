@@ -29,12 +29,15 @@ class ChunkShard:
         chunk: the chunk.
         states: tier where its optimizer states rest.
         host: main memory, where the optimizer computes if the states rest off the device.
+        following: the shard that an optimizer updates next, which the disk reads while this one is updated.
     """
 
-    def __init__(self, chunk: Chunk, states: Tier, host: Tier) -> None:
+    def __init__(self, chunk: Chunk, states: Tier, host: Tier, following: ChunkShard | None) -> None:
         self._chunk = chunk
         self._states = states
         self._host = host
+        self._following = following
+        self._reads_ahead = following is not None
         self._memories: list[Tensor] = []
 
     @property
@@ -68,7 +71,16 @@ class ChunkShard:
         """The weights to update, shape ``(shard_numel,)``."""
         master = self._chunk.master
         assert master is not None, "only trainable chunks are given to an optimizer"
+        if self._reads_ahead and self._following is not None:
+            self._reads_ahead = False  # once in a step is enough
+            self._following.page_in()
         return master
+
+    def page_in(self) -> None:
+        """Tell that gradient, master weights and states are needed soon: from the disk they are read ahead."""
+        self._chunk.page_in(master=True)
+        for memory in self._memories:
+            self._states.page_in(memory)
 
     def new_state(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
         """Return zeroed memory, accounted for in the tier where the chunk's states rest."""
@@ -81,6 +93,7 @@ class ChunkShard:
 
     def commit(self) -> None:
         """Take the updated weights into the working parameters; the states are not needed before the next step."""
+        self._reads_ahead = True
         self._count_update()
         self._chunk.commit()
         for memory in self._memories:

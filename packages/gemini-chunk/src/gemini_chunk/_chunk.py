@@ -480,6 +480,12 @@ class Chunk(UsedLayout):
         self._finish_transfers()
         self._reduction.wait()
 
+    def page_in(self, *, master: bool = False) -> None:
+        """Tell that the shard, and maybe the master weights, are needed soon: from the disk they are read ahead."""
+        self._rest.page_in(self._shard)
+        if master and self._master is not None and self._master_tier is not None:
+            self._master_tier.page_in(self._master)
+
     def _page_out(self) -> None:
         self._rest.page_out(self._shard)
         if self._master is not None and self._master_tier is not None:

@@ -14,15 +14,17 @@ from torch import Tensor
 
 from gemini_chunk._buffers import GradientBuffers
 from gemini_chunk._chunk import Chunk
-from gemini_chunk._collectives import Collectives, Handle, make_collectives
+from gemini_chunk._collectives import Collectives, Done, Handle, make_collectives
 from gemini_chunk._describe import table
 from gemini_chunk._errors import ChunkError, TierFullError
 from gemini_chunk._layout import even_numel
+from gemini_chunk._read_ahead import ReadAhead
 from gemini_chunk._states import TensorInfo
 from gemini_chunk._synchronise import Synchronise
 from gemini_chunk._tiers import Tier, TierName, device_tier, host_tier
 
 _ResultT = TypeVar("_ResultT")
+_DONE = Done()
 
 # One buffer is filled while one is being reduced: more would only hold memory.
 _REDUCTIONS_IN_FLIGHT = 1
@@ -68,6 +70,7 @@ class ChunkManager:
         # By id, for a tensor's own hash is a Python function; the chunks keep the tensors alive.
         self._chunk_of: dict[int, tuple[Chunk, TensorInfo]] = {}
         self._buffers = GradientBuffers(self.tiers["device"], self._finish_reductions, self._release_unused)
+        self._read_ahead = ReadAhead()
         self._in_flight: deque[Chunk] = deque()
         self._reduced: set[Chunk] = set()
 
@@ -222,6 +225,7 @@ class ChunkManager:
         for info in chunk.tensors:
             del self._chunk_of[id(info.tensor)]
         chunk.free()
+        self._read_ahead.forget()
         self._chunks.remove(chunk)
         for name, group in list(self._groups.items()):
             if chunk in group:
@@ -295,11 +299,18 @@ class ChunkManager:
 
     def gather(self, chunk: Chunk | Tensor) -> None:
         """Make a chunk's tensors valid on the compute device; here and below, a tensor stands for its chunk."""
-        self._with_room(self._chunk(chunk).gather)
+        self._with_room(self._about_to_gather(chunk).gather)
 
     def start_gather(self, chunk: Chunk | Tensor) -> Handle:
         """Start to gather; the handle waits, and so do a later `gather` and `begin_use`."""
-        return self._with_room(self._chunk(chunk).start_gather)
+        chunk = self._about_to_gather(chunk)
+        return _DONE if chunk.is_gathered else self._with_room(chunk.start_gather)
+
+    def _about_to_gather(self, chunk: Chunk | Tensor) -> Chunk:
+        chunk = self._chunk(chunk)
+        if chunk.missing_bytes:
+            self._read_ahead.gathering(chunk)
+        return chunk
 
     def _with_room(self, gather: Callable[[], _ResultT]) -> _ResultT:
         """Gather; where the device is full, first wait for reductions and give their buffers back."""
@@ -378,14 +389,12 @@ class ChunkManager:
                 not, and nothing gathered.
         """
         entries = [self._entry(tensor) for tensor in tensors]
-        gathered = []
+        missing = [chunk for chunk, _ in entries if not chunk.is_gathered]
         try:
-            for chunk, _ in entries:
-                if not chunk.is_gathered:
-                    self.gather(chunk)
-                    gathered.append(chunk)
+            for chunk in missing:
+                self.gather(chunk)
         except BaseException:
-            for chunk in gathered:
+            for chunk in missing:
                 self.release(chunk)
             raise
         for chunk, info in entries:

@@ -68,9 +68,11 @@ class Reduction:
         """Whether gradients of this rank wait for a reduction that has not started."""
         return self._buffer is not None and self._running is None
 
-    @torch.no_grad()
     def take(self, info: TensorInfo, gradient: Tensor, pool: BufferPool) -> bool:
         """See `Chunk.take_gradient`."""
+        if torch.is_grad_enabled():  # hooks of backward, thousands in a step, run without
+            with torch.no_grad():
+                return self.take(info, gradient, pool)
         chunk = self._chunk
         buffer = self._buffer_from(pool)
         part = buffer.as_strided(info.shape, info.view.stride(), buffer.storage_offset() + info.offset)
@@ -82,17 +84,14 @@ class Reduction:
             part.copy_(gradient)
         else:
             torch.mul(gradient, 1 / chunk.world_size, out=part)
-        if info.state in (TensorState.FREE, TensorState.HOLD):
-            info.to(TensorState.COMPUTE)
-        if info.state is TensorState.COMPUTE:
-            info.to(TensorState.HOLD_AFTER_BWD)
-        if info.state is TensorState.HOLD_AFTER_BWD:
-            info.to(TensorState.READY_FOR_REDUCE)
+        if info.state is not TensorState.READY_FOR_REDUCE:
+            info.state = TensorState.READY_FOR_REDUCE  # legal from all others, by way of those between
             self._num_ready += 1
         return self._num_ready == len(chunk.tensors)
 
     def _buffer_from(self, pool: BufferPool) -> Tensor:
-        self.wait()
+        if self._running is not None:
+            self.wait()
         if self._buffer is None:
             self._buffer, self._pool = pool.take(self._chunk.numel, self._chunk.dtype), pool
             if self._chunk._device.poisons:

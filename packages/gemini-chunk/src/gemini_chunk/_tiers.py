@@ -146,6 +146,14 @@ class Tier:
         if source is not self:
             self.received[source.name] = self.received.get(source.name, 0) + num_bytes
 
+    def page_in(self, memory: Tensor) -> None:
+        """Tell that what `allocate` returned is needed soon.
+
+        In the disk tier the system starts to read it, in the background. Elsewhere nothing happens.
+        """
+        if self._mappings is not None and memory.numel():
+            self._mappings.page_in(memory.data_ptr())
+
     def page_out(self, memory: Tensor) -> None:
         """Tell that what `allocate` returned is not needed soon; its values stay.
 
@@ -238,6 +246,9 @@ class _Mappings:
     def drop(self, pointer: int) -> None:
         """Forget bytes that are about to go."""
 
+    def page_in(self, pointer: int) -> None:
+        """Let bytes be brought that are needed soon."""
+
     def page_out(self, pointer: int) -> None:
         """Let bytes leave the process until they are needed."""
 
@@ -269,6 +280,10 @@ class _Files(_Mappings):
 
     def drop(self, pointer: int) -> None:
         self._pages.pop(pointer, None)
+
+    def page_in(self, pointer: int) -> None:
+        if pointer in self._pages and hasattr(mmap, "MADV_WILLNEED"):
+            self._pages[pointer].madvise(mmap.MADV_WILLNEED)
 
     def page_out(self, pointer: int) -> None:
         if pointer in self._pages and hasattr(mmap, "MADV_DONTNEED"):

@@ -30,7 +30,7 @@ class UsedLayout(Layout):
             raise ChunkError(f"{info.name!r} cannot be used: {self.name} is not gathered.")
         if info.users == 0:
             if info.state is not TensorState.READY_FOR_REDUCE:
-                info.to(TensorState.COMPUTE)
+                info.state = TensorState.COMPUTE  # legal from all others; thousands of tensors pass here in a step
             self.users += 1
         info.users += 1
 
@@ -52,7 +52,8 @@ class UsedLayout(Layout):
         if info.users == 0:
             self.users -= 1
             if info.state is TensorState.COMPUTE:
-                info.to(TensorState.HOLD_AFTER_BWD if in_backward and self.trainable else TensorState.HOLD)
+                after = in_backward and self.trainable
+                info.state = TensorState.HOLD_AFTER_BWD if after else TensorState.HOLD
 
     def _check_generation(self, info: TensorInfo, in_backward: bool) -> None:
         if not in_backward:

@@ -253,10 +253,11 @@ class Course(Generic[ChunkT]):
         if schedule is None or not on_course or not schedule.has_plan:
             self._gather(chunks, () if schedule is None else schedule.prefetch)
             return
+        idle = self._idle
         for chunk in schedule.drops:
-            if chunk in self._idle:
+            if chunk in idle:
                 self._store.release(chunk)
-                del self._idle[chunk]
+                del idle[chunk]
         self._start_gathers(chunks, schedule.prefetch)
 
     def keep_gathered(self, chunk: ChunkT) -> None:
@@ -284,7 +285,7 @@ class Course(Generic[ChunkT]):
         self._start_gathers(chunks, prefetch)
 
     def _start_gathers(self, chunks: tuple[ChunkT, ...], prefetch: tuple[ChunkT, ...]) -> None:
-        if not self._store.has_room(chunks + prefetch):
+        if not self._store.has_room(chunks + prefetch if prefetch else chunks):
             prefetch = ()
             self._make_room(chunks)
         for chunk in chunks:

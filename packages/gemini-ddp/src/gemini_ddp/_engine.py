@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gemini_ddp._course import Course
 from gemini_ddp._errors import ZeroDDPError
-from gemini_ddp._gradients import Gradients
+from gemini_ddp._gradients import Gradients, Slot
 from gemini_ddp._outside import ParameterReads
 from gemini_ddp._ranks import Ranks
 from gemini_ddp._scopes import Call, Layout, Scope, find_scopes
@@ -82,7 +82,6 @@ class Engine(Generic[ChunkT]):
         self._announced = False
         self._scopes = find_scopes(module, store.__contains__, leaf_modules)
         self._layout = Layout(module, self._scopes, store.__contains__)
-        self._scopes_of: dict[Tensor, list[Scope]] = {}
         self._stack: list[_Use] = []
         self._active: dict[Scope, tuple[nn.Parameter, ...]] = {}
         self._recomputed: dict[Scope, None] = {}
@@ -96,9 +95,13 @@ class Engine(Generic[ChunkT]):
         self._course: Course[ChunkT] = Course(
             store, planner, ranks, self._gradients, list(self._scopes.values()), _weak(self._give_back)
         )
-        for param in params:
-            if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(_weak(self._on_gradient)))
+        for index, slot in enumerate(self._gradients.slots):
+            slot.users = [scope for scope in self._scopes.values() if id(slot.param) in scope.expects]
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(self._gradient_hook(index)))
+        # What nodes of the graph call; they may outlive the engine.
+        self._begin_backward = _weak(self._on_output_gradient)
+        self._begin_hidden = _weak(self._on_hidden_gradient)
+        self._end_call = _weak(self._on_input_gradient)
 
     @property
     def deviations(self) -> int:
@@ -144,17 +147,29 @@ class Engine(Generic[ChunkT]):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _hook(self, module: nn.Module, scope: Scope) -> Iterator[Any]:
-        enter, leave = _weak(self._enter), _weak(self._leave)
+        reference = weakref.ref(self)
 
         def before(called: nn.Module, _: tuple[object, ...]) -> None:
-            enter(scope, called)
+            if (engine := reference()) is not None:
+                engine._enter(scope, called)
 
         def after(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-            leave(scope, args, kwargs, output)
+            if (engine := reference()) is not None:
+                engine._leave(scope, args, kwargs, output)
 
         yield module.register_forward_pre_hook(before, prepend=True)
         # Also after an exception, and after recompute that stops early: a scope that was entered is always left.
         yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
+        reference = weakref.ref(self)
+
+        def take(param: Tensor) -> None:
+            gradient, param.grad = param.grad, None
+            if gradient is not None and (engine := reference()) is not None:
+                engine._on_gradient(engine._gradients.slots[index], gradient)
+
+        return take
 
     def _enter(self, scope: Scope, module: nn.Module) -> None:
         recompute = _in_autograd()
@@ -234,7 +249,9 @@ class Engine(Generic[ChunkT]):
                 return use
         use = self._stack[-1]
         use.scope.add(param)
-        self._scopes_of.clear()
+        for slot in self._gradients.slots:
+            if slot.param is param:
+                slot.users.append(use.scope)
         self._course.find_needs()
         self._course.keep_gathered(self._store.chunk_of(param))
         self._store.begin_use((param,))
@@ -281,7 +298,7 @@ class Engine(Generic[ChunkT]):
     ) -> None:
         scope = use.scope
         nodes = {node: None for tensor in tensors for node in _grad_fns(tensor)}
-        begin_hidden = _weak(self._on_hidden_gradient)
+        begin, begin_hidden, end_call = self._begin_backward, self._begin_hidden, self._end_call
         for node in use.readers:
             if node not in nodes:
                 node.register_prehook(lambda _: begin_hidden(scope))
@@ -291,12 +308,11 @@ class Engine(Generic[ChunkT]):
         call: Call | None = None
         if scope.watches_inputs:
             call = Call(scope)
-            over = _weak(self._on_input_gradient)
             inputs = {t.grad_fn: None for t in walk_tensors((args, kwargs)) if t.grad_fn is not None}
             # A leaf whose inputs need no gradient is over at the end of backward.
             call.inputs_left = len(inputs) or scope.is_leaf
             for node in inputs:
-                node.register_prehook(lambda _, call=call: over(call))
+                node.register_prehook(lambda _, call=call: end_call(call))
             if not inputs and not scope.needs_inputs and not scope.is_leaf:
                 call = None
         for node in nodes:
@@ -306,7 +322,7 @@ class Engine(Generic[ChunkT]):
             returned = metadata.get(_RETURNED_BY)
             if returned is None:
                 returned = metadata[_RETURNED_BY] = []
-                node.register_prehook(_outer_first(returned, _weak(self._on_output_gradient)))
+                node.register_prehook(_outer_first(returned, begin))
             returned.append((scope, call))
 
     def _on_output_gradient(self, scope: Scope, call: Call | None) -> None:
@@ -335,7 +351,7 @@ class Engine(Generic[ChunkT]):
             self._course.leave(scope, "forward")
             begun = ()
         scope.in_backward = True
-        scope.waiting = {param for param in scope.params if param.requires_grad}
+        scope.waiting = set(scope.expects)
         self._active[scope] = tuple(begun)
 
     def _on_input_gradient(self, call: Call) -> None:
@@ -360,25 +376,15 @@ class Engine(Generic[ChunkT]):
         self._end_scope_backward(next(iter(self._recomputed)))
         return True
 
-    def _on_gradient(self, param: Tensor) -> None:
-        gradient, param.grad = param.grad, None
-        if gradient is None:
-            return
+    def _on_gradient(self, slot: Slot[ChunkT], gradient: Tensor) -> None:
         if not self._in_backward:
             self._refuse_second_derivatives()
             self._start_backward()
-        for scope in self._users(param):
-            scope.waiting.discard(param)
+        for scope in slot.users:
+            scope.waiting.discard(id(slot.param))
             if scope.in_backward and scope.is_over:
                 self._end_scope_backward(scope)
-        self._gradients.take(param, gradient)
-
-    def _users(self, param: Tensor) -> list[Scope]:
-        if not self._scopes_of:
-            for scope in self._scopes.values():
-                for used in scope.params:
-                    self._scopes_of.setdefault(used, []).append(scope)
-        return self._scopes_of[param]
+        self._gradients.take(slot, gradient)
 
     def _refuse_second_derivatives(self) -> None:
         if torch.is_grad_enabled():
@@ -455,10 +461,10 @@ def _outer_first(
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callable that does not keep the method's object alive: hooks live as long as what they hang on."""
-    reference = weakref.WeakMethod(method)
+    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined] # of a method
 
     def call(*args: object) -> Any:
         target = reference()
-        return None if target is None else target(*args)
+        return None if target is None else function(target, *args)
 
     return call

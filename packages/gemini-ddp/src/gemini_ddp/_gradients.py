@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
+from gemini_ddp._scopes import Scope
 from gemini_ddp.interfaces import ChunkStore
 
 ChunkT = TypeVar("ChunkT", bound=Hashable)
 
 _BITS = 62  # of a number that ranks exchange
+
+
+@dataclass(slots=True, eq=False)
+class Slot(Generic[ChunkT]):
+    """A trainable parameter and what became of its gradient.
+
+    Attributes:
+        param: the parameter.
+        chunk: its chunk.
+        users: scopes whose backward waits for the gradient.
+        seen: whether the gradient, or a part of it, came in this backward.
+        arrived: whether it came since the last backward that was reduced.
+    """
+
+    param: nn.Parameter
+    chunk: ChunkT
+    users: list[Scope] = field(default_factory=list)
+    seen: bool = False
+    arrived: bool = False
 
 
 class Gradients(Generic[ChunkT]):
@@ -28,14 +49,15 @@ class Gradients(Generic[ChunkT]):
     Args:
         store: takes the gradients.
         params: all managed parameters, in an order that is the same on every rank.
+
+    Attributes:
+        slots: one for each trainable parameter, in order.
     """
 
     def __init__(self, store: ChunkStore[ChunkT], params: Iterable[nn.Parameter]) -> None:
         self._store = store
-        self._params = [param for param in params if param.requires_grad]
-        self._chunks = tuple(dict.fromkeys(store.chunk_of(param) for param in reversed(self._params)))
-        self._arrived: set[Tensor] = set()  # since the last reduced backward
-        self._seen: set[Tensor] = set()  # in this backward
+        self.slots = [Slot(param, store.chunk_of(param)) for param in params if param.requires_grad]
+        self._chunks = tuple(dict.fromkeys(slot.chunk for slot in reversed(self.slots)))
         self._missing: dict[ChunkT, int] = {}
         self._complete: set[ChunkT] = set()
         self._reduced: set[ChunkT] = set()
@@ -50,32 +72,31 @@ class Gradients(Generic[ChunkT]):
         """
         self._keeps_local = not reduces
         self._missing = dict.fromkeys(self._chunks, 0)
-        for param in self._params:
-            if param.requires_grad:  # it may have been frozen since
-                self._missing[self._store.chunk_of(param)] += 1
+        for slot in self.slots:
+            if slot.param.requires_grad:  # it may have been frozen since
+                self._missing[slot.chunk] += 1
 
     def forget(self, *, arrived: bool = True) -> None:
         """Forget the last backward, and which parameters have gradients."""
-        if arrived:
-            self._arrived.clear()
-        self._seen.clear()
+        for slot in self.slots:
+            slot.seen = False
+            slot.arrived = slot.arrived and not arrived
         self._missing.clear()
         self._complete.clear()
         self._reduced.clear()
         self._late.clear()
 
-    def take(self, param: Tensor, gradient: Tensor) -> None:
+    def take(self, slot: Slot[ChunkT], gradient: Tensor) -> None:
         """Take this rank's gradient of a parameter, or a part of it."""
-        self._store.take_gradient(param, gradient)
-        chunk = self._store.chunk_of(param)
+        self._store.take_gradient(slot.param, gradient)
+        chunk = slot.chunk
         if chunk in self._reduced:
             self._late.add(chunk)
-        elif param not in self._seen:
+        elif not slot.seen:
             self._missing[chunk] -= 1
             if self._missing[chunk] == 0:
                 self._complete.add(chunk)
-        self._seen.add(param)
-        self._arrived.add(param)
+        slot.seen = slot.arrived = True
 
     def reduce(self, chunks: Iterable[ChunkT]) -> None:
         """Let these chunks be reduced, those that have not been; gradients that did not come count as zero."""
@@ -95,7 +116,7 @@ class Gradients(Generic[ChunkT]):
         numbers = _to_numbers(
             (chunk in self._complete for chunk in self._chunks) if self._complete else (), self._chunks
         )
-        return numbers + [0] * _length(self._params)
+        return numbers + [0] * _length(self.slots)
 
     def complete_on_all(self, everyones: Sequence[Sequence[int]]) -> tuple[ChunkT, ...]:
         """Return the chunks that are complete on every rank, from every rank's `complete`."""
@@ -106,7 +127,7 @@ class Gradients(Generic[ChunkT]):
     def remains(self) -> list[int]:
         """Which chunks were reduced too early, and which parameters have no gradient, in the same form."""
         late = _to_numbers((chunk in self._late for chunk in self._chunks), self._chunks)
-        return late + _to_numbers((param not in self._arrived for param in self._params), self._params)
+        return late + _to_numbers((not slot.arrived for slot in self.slots), self.slots)
 
     def finish(self, everyones: Sequence[Sequence[int]]) -> set[ChunkT]:
         """Reduce what is left and let the store finish.
@@ -120,7 +141,7 @@ class Gradients(Generic[ChunkT]):
         columns = list(zip(*everyones, strict=True))
         split = _length(self._chunks)
         late = dict.fromkeys(_chosen(self._chunks, map(_any, columns[:split])))
-        unused = set(_chosen(self._params, map(_all, columns[split:])))
+        unused = {slot.param for slot in _chosen(self.slots, map(_all, columns[split:]))}
         if self._keeps_local:
             self._store.finish_backward(keep_local=True)
         else:

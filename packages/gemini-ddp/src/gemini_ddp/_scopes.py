@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
 from gemini_ddp._errors import ZeroDDPError
 
@@ -24,6 +24,8 @@ class Scope:
         shares: whether it is a plain linear layer with a parameter that another module owns, too.
         borrows: whether it was seen to use a parameter of another module.
         is_leaf: whether it stands for all modules within it, of which a call may use any.
+        expects: ids of the parameters that get a gradient.
+        waiting: ids of those whose gradient has not come in this backward.
         last_call: when forward called it last in this step, counted in calls; 0 if it did not.
         reaches_backward: whether backward may enter a call of this step.
         hides_outputs: whether backward was seen to reach its operations other than through what it returns.
@@ -41,7 +43,8 @@ class Scope:
     ends_with_inputs: bool = field(init=False)
     needs_inputs: bool = field(init=False)
     trains: list[bool] = field(init=False)
-    waiting: set[Tensor] = field(default_factory=set)
+    expects: frozenset[int] = field(init=False)
+    waiting: set[int] = field(default_factory=set)
     calls: set[Call] = field(default_factory=set)
     in_backward: bool = False
     last_call: int = 0
@@ -63,6 +66,7 @@ class Scope:
         have its gradient, and if it ``needs_inputs``, for it has frozen parameters as well, both must have come.
         """
         self.trains = [param.requires_grad for param in self.params]
+        self.expects = frozenset(id(param) for param in self.params if param.requires_grad)
         self.needs_inputs = not all(self.trains)
         # A shared parameter's gradient comes after the last of its uses. Only of a plain linear layer is it sure
         # that nothing of its backward is left when the gradient of its input exists.

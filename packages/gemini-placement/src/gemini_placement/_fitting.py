@@ -25,7 +25,9 @@ _OTHERS: Final[tuple[TierName, ...]] = ("host", "disk")
 _IMPROVED: Final = 12
 _TRIED: Final = 4_000
 # Where so many partial choices were looked at in vain, the capacities are taken as too small.
-_LOOKED_AT: Final = 50_000
+_LOOKED_AT: Final = 10_000
+# Of more parts than this each is a small share of a tier: what the greedy choice cannot fit has no room.
+_SEARCHED: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,8 @@ def find_any(problem: Problem) -> list[ChunkPlacement] | None:
     params = sorted(range(len(chunks)), key=lambda index: (-chunks[index].shard_bytes, index))
     optims = sorted((i for i in params if chunks[i].optim_bytes), key=lambda index: (-chunks[index].optim_bytes, index))
     sizes = [chunks[index].shard_bytes for index in params] + [chunks[index].optim_bytes for index in optims]
+    if len(sizes) > _SEARCHED:
+        return None
     to_come = [*itertools.accumulate(reversed(sizes), initial=0)][::-1]
     left: dict[TierName, float] = {
         tier: float("inf") if capacity is None else capacity for tier, capacity in problem.capacities.items()

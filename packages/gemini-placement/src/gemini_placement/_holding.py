@@ -136,11 +136,13 @@ def _give_up_farthest(gaps: Sequence[_Gap[ChunkT]], loads: Sequence[int], limits
     holding = _Holding[ChunkT](loads, limits)
     for index, load in enumerate(loads):
         open_gaps = [gap for gap in open_gaps if gap.end > index]
-        for gap in sorted(open_gaps, key=lambda gap: (-gap.end, -gap.num_bytes, gap.chunk.name)):
-            if load + sum(other.num_bytes for other in open_gaps) <= limits[index]:
-                break
-            open_gaps.remove(gap)
-            holding.remove(gap)
+        total = load + sum(gap.num_bytes for gap in open_gaps)
+        if total > limits[index]:
+            open_gaps.sort(key=lambda gap: (gap.end, gap.num_bytes, gap.chunk.name))
+        while total > limits[index] and open_gaps:
+            given_up = open_gaps.pop()
+            total -= given_up.num_bytes
+            holding.remove(given_up)
         for gap in starting.get(index, ()):
             open_gaps.append(gap)
             holding.add(gap)
