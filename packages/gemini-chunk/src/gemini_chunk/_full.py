@@ -39,12 +39,17 @@ class FullBuffer:
         with torch.inference_mode(False), torch.no_grad():
             self.data = torch.empty(numel, dtype=dtype, device=tier.device)
             nan = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-            poison = torch.full((), nan, dtype=dtype, device=tier.device)
+            self._nan = torch.full((), nan, dtype=dtype, device=tier.device)
             for info in tensors:
-                info.placeholder = poison.expand(info.shape)
+                info.placeholder = self._nan.expand(info.shape)
                 info.view = self.data.narrow(0, info.offset, info.numel).view(info.shape)
         self._storage = self.data.untyped_storage()
         self._storage.resize_(0)
+
+    def restore_placeholders(self) -> None:
+        """Make them NaN again: torch refuses most writes to an expanded tensor, but not ``fill_`` and ``zero_``."""
+        with torch.no_grad():
+            self._nan.fill_(float("nan") if self.data.is_floating_point() or self.data.is_complex() else 0)
 
     def take(self) -> None:
         """Take the bytes; their contents are undefined.
@@ -88,8 +93,14 @@ def hide(tensors: Iterable[TensorInfo]) -> None:
     """Let tensors be placeholders."""
     for info in tensors:
         info.tensor.data = info.placeholder
+        info.version = info.tensor._version
         if info.state is TensorState.HOLD:
             info.state = TensorState.FREE
+
+
+def written(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
+    """Return the tensors that somebody wrote to since they were hidden; assigning ``.data`` is no such write."""
+    return [info for info in tensors if info.tensor._version != info.version]
 
 
 def settle_states(tensors: Iterable[TensorInfo], *, visible: bool) -> None:

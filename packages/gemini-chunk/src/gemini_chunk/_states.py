@@ -50,6 +50,7 @@ class TensorInfo:
         numel: number of elements.
         state: where it stands in the table of transitions.
         users: scopes that use it now.
+        version: torch's count of writes to the tensor when it was hidden.
         forward_generation: the chunk's generation when a forward used it last; kept in debug mode.
     """
 
@@ -61,6 +62,7 @@ class TensorInfo:
     state: TensorState = TensorState.HOLD
     users: int = 0
     forward_generation: int | None = field(default=None, repr=False)
+    version: int = field(default=0, repr=False)
     placeholder: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
     view: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
 

@@ -212,6 +212,9 @@ class Engine(Generic[ChunkT]):
         elif not (scope.hides_outputs and torch.is_grad_enabled() and not recompute and output is not None):
             self._store.end_use(params, in_backward=recompute)
             self._course.leave(scope, "forward")
+        else:  # they stay in use until backward is over, but forward is
+            self._store.begin_use(params)
+            self._store.end_use(params, in_backward=False)
         if torch.is_grad_enabled() and output is not None:
             self._hook_outputs(use, args, kwargs, tensors)
         if scope.is_root and not recompute and not self._stack:

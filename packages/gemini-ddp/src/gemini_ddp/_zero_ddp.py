@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -65,8 +67,9 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         self.scales_loss = scales_loss
         self._input_dtype = input_dtype
         self._force_outputs_fp32 = force_outputs_fp32
+        self._ranks = Ranks(process_group)
         self._engine = Engine(
-            module, store, planner, Ranks(process_group), leaf_modules=leaf_modules, scales_loss=scales_loss
+            module, store, planner, self._ranks, leaf_modules=leaf_modules, scales_loss=scales_loss
         )
         self._state_hook = module.register_state_dict_pre_hook(_refuse_placeholders)
         setattr(module, _MARK, True)
@@ -74,14 +77,26 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, with inputs and outputs cast as asked for."""
+        output = self._call(self.module, args, kwargs)
+        return map_tensors(output, _to_fp32) if self._force_outputs_fp32 else output
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._input_dtype is not None:
             args, kwargs = map_tensors((args, kwargs), self._cast_input)  # type: ignore[misc] # same structure
         with self._engine.unwinding():
-            output = self.module(*args, **kwargs)
-        return map_tensors(output, _to_fp32) if self._force_outputs_fp32 else output
+            return function(*args, **kwargs)
 
     def _cast_input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's ``generate``; a transformers model goes on until it is done on every rank.
+
+        A rank whose sequences have ended early calls the model on, for the others gather with it.
+        """
+        if self._ranks.world_size > 1 and kwargs.get("synced_gpus") is None and _can_wait_for_ranks(self.module):
+            kwargs["synced_gpus"] = True
+        return self._call(self.module.generate, args, kwargs)
 
     def backward(self, loss: Tensor) -> None:
         """Run backward and finish all reductions.
@@ -132,7 +147,8 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            attribute = getattr(super().__getattr__("module"), name)
+            return functools.wraps(attribute)(self._generate) if name == "generate" else attribute
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -248,6 +264,12 @@ def _refuse_placeholders(module: nn.Module, prefix: str, keep_vars: bool) -> Non
             f"The parameters of this {type(module).__name__} lie in shards: its own state_dict() would hold "
             "placeholders. Call state_dict() of the wrapped model, or save with booster.save_model(wrapped_model, ...)."
         )
+
+
+def _can_wait_for_ranks(module: nn.Module) -> bool:
+    """Whether a transformers model generates here, or one within what PEFT puts around it."""
+    methods = (getattr(child, "generate", None) for child in module.modules())
+    return any("synced_gpus" in inspect.signature(method).parameters for method in methods if callable(method))
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
