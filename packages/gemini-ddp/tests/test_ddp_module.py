@@ -38,6 +38,7 @@ def test_public_names_are_as_stated() -> None:
     assert str(inspect.signature(ZeroDDP)) == (
         "(module: 'nn.Module', store: 'ChunkStore[ChunkT]', planner: 'Planner[ChunkT] | None' = None, *, "
         "process_group: 'dist.ProcessGroup | None' = None, leaf_modules: 'Collection[type[nn.Module] | str]' = (), "
+        "scatter_after_inference: 'bool' = True, debug: 'bool | None' = None, "
         "input_dtype: 'torch.dtype | None' = None, scales_loss: 'bool' = False, force_outputs_fp32: 'bool' = False)"
         " -> 'None'"
     )

@@ -62,6 +62,8 @@ class Course(Generic[ChunkT]):
         gradients: those of the backward under way.
         scopes: all scopes, by their index.
         give_back: ends the use of something that is gathered and may be gathered again; returns whether there was any.
+        scatter_after_inference: whether a pass without gradients leaves nothing gathered.
+        debug: let the ranks compare where they are at each entry of a scope, on the plan as well.
     """
 
     def __init__(
@@ -72,6 +74,9 @@ class Course(Generic[ChunkT]):
         gradients: Gradients[ChunkT],
         scopes: Sequence[Scope],
         give_back: Callable[[], bool],
+        *,
+        scatter_after_inference: bool = True,
+        debug: bool = False,
     ) -> None:
         self._store = store
         self._planner = planner
@@ -79,6 +84,8 @@ class Course(Generic[ChunkT]):
         self._gradients = gradients
         self._scopes = scopes
         self._give_back = give_back
+        self._scatters = scatter_after_inference
+        self._debug = debug
         self._needs: dict[Phase, list[tuple[ChunkT, ...]]] = {}
         self._idle: dict[ChunkT, None] = {}
         self._schedules: dict[Mode, Schedule[_Key, ChunkT]] = {}
@@ -131,6 +138,8 @@ class Course(Generic[ChunkT]):
 
     def start_pass(self, mode: Mode) -> None:
         """Begin a forward of the model, which may be one of several in a step."""
+        if mode[1] and self._run.mode is None:
+            self._release_idle(())  # what inference has left
         if self._run.mode is None or not mode[1]:
             if self._run.mode is not None:  # an evaluation between a step's forward and its backward
                 self._suspended = self._run
@@ -141,7 +150,7 @@ class Course(Generic[ChunkT]):
 
     def finish_pass(self, *, failed: bool) -> None:
         """End the model's forward; without gradients, or after an error, that is the end of the step."""
-        run = self._run
+        run, held = self._run, self._holds
         if failed:
             run.recording = None
         if failed or run.mode is None or not run.mode[1]:
@@ -149,8 +158,9 @@ class Course(Generic[ChunkT]):
                 if run.recording is not None:
                     self._agree_on_end(self._gradients.complete)
                 self._finish_run()
-            self._idle.clear()
-            self._store.rest()
+            if failed or not held:
+                self._idle.clear()
+                self._store.rest()
             if not failed:
                 self._at = None
 
@@ -244,7 +254,12 @@ class Course(Generic[ChunkT]):
             on_course = schedule is not None and schedule.follows(key)
             if schedule is not None and not on_course:
                 schedule.jump_to(key)
-        due = schedule.due if schedule is not None and on_course else self._agree(scope, phase)
+        if schedule is None or not on_course:
+            due = self._agree(scope, phase)
+        else:
+            due = schedule.due
+            if self._debug:
+                self._agree(scope, phase)
         if run.recording is not None:
             run.recording.append(_Recorded(key, due))
         if due:
@@ -254,7 +269,7 @@ class Course(Generic[ChunkT]):
             self._gather(chunks, () if schedule is None else schedule.prefetch)
             return
         idle = self._idle
-        for chunk in schedule.drops:
+        for chunk in () if self._holds else schedule.drops:
             if chunk in idle:
                 self._store.release(chunk)
                 del idle[chunk]
@@ -271,18 +286,23 @@ class Course(Generic[ChunkT]):
     def _release_or_keep(self, chunks: Iterable[ChunkT]) -> None:
         schedule = self._run.schedule
         for chunk in chunks:
-            if schedule is None or not schedule.has_plan or schedule.keeps(chunk):
+            if self._holds or schedule is None or not schedule.has_plan or schedule.keeps(chunk):
                 self._idle[chunk] = None
             else:
                 self._store.release(chunk)
 
     def _gather(self, chunks: tuple[ChunkT, ...], prefetch: tuple[ChunkT, ...]) -> None:
         schedule = self._run.schedule
-        for chunk in [idle for idle in self._idle if idle not in chunks]:
+        for chunk in [] if self._holds else [idle for idle in self._idle if idle not in chunks]:
             if schedule is None or not schedule.keeps(chunk):
                 self._store.release(chunk)
                 del self._idle[chunk]
         self._start_gathers(chunks, prefetch)
+
+    @property
+    def _holds(self) -> bool:
+        """Whether what a pass without gradients has gathered stays, as far as there is room."""
+        return not self._scatters and self._run.mode is not None and not self._run.mode[1]
 
     def _start_gathers(self, chunks: tuple[ChunkT, ...], prefetch: tuple[ChunkT, ...]) -> None:
         if not self._store.has_room(chunks + prefetch if prefetch else chunks):
@@ -316,6 +336,8 @@ class Course(Generic[ChunkT]):
         schedule = self._run.schedule
         if schedule is not None:
             for (scope, phase), due in schedule.skip_to(key):
+                if self._debug and phase == "backward" and scope.last_call:
+                    self._agree(scope, phase)
                 self._gradients.reduce(due)
                 if phase == "backward" and scope.last_call:
                     self._help(scope)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini_ddp._course import Course
+from gemini_ddp._debug import LoggedStore
 from gemini_ddp._errors import ZeroDDPError
 from gemini_ddp._gradients import Gradients, Slot
 from gemini_ddp._outside import ParameterReads
@@ -63,6 +64,8 @@ class Engine(Generic[ChunkT]):
         planner: turns the first step's trace into a plan; None gathers on demand and releases at the next scope.
         ranks: who else runs the model.
         leaf_modules: see `find_scopes`.
+        scatter_after_inference: see `Course`.
+        debug: see `Course`; also log what happens to chunks.
         scales_loss: refuse a backward that `scaled_backward` did not announce.
     """
 
@@ -74,8 +77,12 @@ class Engine(Generic[ChunkT]):
         ranks: Ranks,
         *,
         leaf_modules: Collection[type[nn.Module] | str] = (),
+        scatter_after_inference: bool = True,
+        debug: bool = False,
         scales_loss: bool,
     ) -> None:
+        if debug:
+            store = cast("ChunkStore[ChunkT]", LoggedStore(store, ranks.rank, lambda: ranks.place()))
         self._store = store
         self._ranks = ranks
         self._scales_loss = scales_loss
@@ -93,7 +100,14 @@ class Engine(Generic[ChunkT]):
         params = list({param: None for scope in self._scopes.values() for param in scope.params})
         self._gradients = Gradients(store, params)
         self._course: Course[ChunkT] = Course(
-            store, planner, ranks, self._gradients, list(self._scopes.values()), _weak(self._give_back)
+            store,
+            planner,
+            ranks,
+            self._gradients,
+            list(self._scopes.values()),
+            _weak(self._give_back),
+            scatter_after_inference=scatter_after_inference,
+            debug=debug,
         )
         for index, slot in enumerate(self._gradients.slots):
             slot.users = [scope for scope in self._scopes.values() if id(slot.param) in scope.expects]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gemini_ddp._debug import debug_is_asked_for
 from gemini_ddp._engine import Engine
 from gemini_ddp._errors import ZeroDDPError
 from gemini_ddp._ranks import Ranks
@@ -38,6 +38,11 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         process_group: the ranks that share the store; None for a single rank.
         leaf_modules: classes, or paths in the model, of modules that are gathered as one with all modules within
             them. Ranks may use different ones of those, as in a mixture of experts.
+        scatter_after_inference: whether a forward without gradients leaves nothing gathered. Otherwise what it gathered
+            stays, as far as there is room, until a forward with gradients.
+        debug: log each gather, release and reduction (logger ``gemini_ddp``, level INFO), and let the ranks compare
+            where they are at each of them, so that those that part are named at once; by default whether the
+            environment has ``GEMINI_DEBUG=1``.
         input_dtype: floating inputs are cast to it; None leaves them.
         scales_loss: whether the loss must be scaled (fp16): ``loss.backward()`` raises, `backward` within
             an optimizer that scales is the way.
@@ -55,6 +60,8 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         *,
         process_group: dist.ProcessGroup | None = None,
         leaf_modules: Collection[type[nn.Module] | str] = (),
+        scatter_after_inference: bool = True,
+        debug: bool | None = None,
         input_dtype: torch.dtype | None = None,
         scales_loss: bool = False,
         force_outputs_fp32: bool = False,
@@ -69,7 +76,14 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         self._force_outputs_fp32 = force_outputs_fp32
         self._ranks = Ranks(process_group)
         self._engine = Engine(
-            module, store, planner, self._ranks, leaf_modules=leaf_modules, scales_loss=scales_loss
+            module,
+            store,
+            planner,
+            self._ranks,
+            leaf_modules=leaf_modules,
+            scatter_after_inference=scatter_after_inference,
+            debug=debug_is_asked_for() if debug is None else debug,
+            scales_loss=scales_loss,
         )
         self._state_hook = module.register_state_dict_pre_hook(_refuse_placeholders)
         setattr(module, _MARK, True)
@@ -148,7 +162,7 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
             return super().__getattr__(name)
         except AttributeError:
             attribute = getattr(super().__getattr__("module"), name)
-            return functools.wraps(attribute)(self._generate) if name == "generate" else attribute
+            return self._generate if name == "generate" else attribute
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
