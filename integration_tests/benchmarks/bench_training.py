@@ -278,9 +278,10 @@ def main() -> None:
     systems = list(dict.fromkeys(["DDP", *args.systems]))
     console = Console(width=150)
     console.print(f"{platform.machine()}, torch {torch.__version__}, gloo, one thread a rank")
-    for case, name in itertools.product(cases, systems):
-        if (reason := why_missing(name, case)) is not None:
-            console.print(f"Not in {case.name}: {name} ({reason}).")
+    missing = {(name, why_missing(name, case)): None for name, case in itertools.product(systems, cases)}
+    for name, reason in missing:
+        if reason is not None:
+            console.print(f"Not compared: {name} ({reason}).")
     results: list[Measured] = []
     for case in cases:
         rows = measure(case, systems)

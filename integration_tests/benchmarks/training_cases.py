@@ -108,7 +108,7 @@ class Case:
         return torch.randint(self.vocabulary, shape, generator=generator)
 
 
-_TINY = Case(family="gpt2", layers=2, width=128, vocabulary=2048, seq_len=64, chunk_m=0.125, rounds=60)
+_TINY = Case(family="gpt2", layers=2, width=128, vocabulary=2048, seq_len=64, chunk_m=0.25, rounds=60)
 _DEEP = Case(family="gpt2", layers=48, width=256)
 _LLAMA = Case(family="llama", layers=8, width=512, seq_len=64)
 _WIDE = Case(family="gpt2", layers=12, width=768, chunk_m=2.0, rounds=8)

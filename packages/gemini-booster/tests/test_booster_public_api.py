@@ -14,6 +14,7 @@ CHECKPOINT = "checkpoint: 'str | os.PathLike[str]'"
 SIGNATURES = {
     "__init__": "(self, *, plugin: 'GeminiPlugin | None' = None) -> 'None'",
     "backward": "(self, loss: 'Tensor', optimizer: 'torch.optim.Optimizer') -> 'None'",
+    "no_sync": ("(self, model: 'nn.Module', optimizer: 'torch.optim.Optimizer | None' = None) -> 'Iterator[None]'"),
     "save_model": (
         f"(self, model: 'nn.Module', {CHECKPOINT}, *, shard: 'bool' = False, prefix: 'str | None' = None, "
         "size_per_shard: 'float' = 1024, use_safetensors: 'bool' = False, dtype: 'torch.dtype | None' = None) -> 'None'"
@@ -48,6 +49,10 @@ MODEL_SETTINGS = [
     "pin_memory",
     "master_weights",
     "enable_gradient_accumulation",
+    "reduce_dtype",
+    "keep_fp32",
+    "leaf_modules",
+    "scatter_after_inference",
     "force_outputs_fp32",
     "process_group",
 ]

@@ -205,6 +205,37 @@ def test_parameter_without_gradient_on_a_rank_counts_as_zero_there(world_size: i
     run_ranks(check_uneven_use, world_size)
 
 
+def check_reduce_dtype(rank: int, world_size: int) -> None:
+    """1 + 3 * 2^-8 has no bf16: what is reduced there is rounded, what is reduced in fp32 is not until it must be."""
+    terms = [1.0, *[2.0**-8] * (world_size - 1)]
+    exact = 1 + (world_size - 1) * 2.0**-8
+    rounded = float(torch.tensor(exact).bfloat16())
+    assert rounded != exact
+    sums = {}
+    for reduce_dtype in (torch.float32, torch.bfloat16):
+        for master in ("device", None):
+            param = nn.Parameter(torch.zeros(12, dtype=torch.bfloat16))
+            manager = ChunkManager(device=device_tier("cpu"))
+            chunk = manager.add_chunk([("p", param)], numel=12, reduce_dtype=reduce_dtype)
+            manager.close(chunk, master=master)  # type: ignore[arg-type]
+            for _ in range(2):
+                # A multiple of the world size: the division by it is exact.
+                gradient = torch.full((12,), terms[rank] * world_size, dtype=torch.bfloat16)
+                manager.take_gradient(param, gradient)
+                manager.finish_backward()
+                assert chunk.gradient is not None
+                sums[reduce_dtype, master] = float(chunk.gradient[0])
+                chunk.discard()
+    assert sums[torch.float32, None] == exact
+    assert sums[torch.float32, "device"] == rounded, "the gradient takes the place of the bf16 parameters"
+    assert sums[torch.bfloat16, None] == rounded
+
+
+@pytest.mark.distributed
+def test_gradients_are_summed_in_the_reduce_dtype() -> None:
+    run_ranks(check_reduce_dtype, 4)
+
+
 def check_buffers(rank: int, world_size: int) -> None:
     params = params_of(seed=0, shapes=[(10,)] * 12)
     manager = ChunkManager(device=device_tier("cpu"))

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gemini_booster._launch import check_world_size, group_of
+from gemini_booster._modules import compute_in_fp32, find_modules, params_of
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
 from gemini_booster._shards import ChunkShard
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
@@ -35,6 +36,7 @@ logger = logging.getLogger("gemini_booster")
 _ChunkT = TypeVar("_ChunkT", bound=ChunkFacts)
 
 _DEFAULT_HIDDEN_DIM = 1024
+_MOST_16_BIT_TERMS = 8
 # Modules whose parameters were taken into chunks. That lasts: a wrapper that is detached leaves them there.
 _wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -87,6 +89,14 @@ class GeminiDDP(ZeroDDP[Chunk]):
         pin_memory: page-lock host memory.
         master_weights: keep fp32 master weights for 16-bit parameters.
         enable_gradient_accumulation: sum the gradients of several backwards in fp32 memory of their own.
+        reduce_dtype: in which gradients are summed over ranks; by default fp32 for more than 8 ranks, else that of the
+            parameters.
+        keep_fp32: modules that must not be rounded, by patterns of their paths (``"*.norm"``) or by class: their
+            parameters are fp32, they get fp32 and return the compute dtype.
+        leaf_modules: modules that are gathered as one with all modules within them, named in the same way. Ranks may
+            use different ones of those, as in a mixture of experts.
+        scatter_after_inference: whether a forward without gradients leaves nothing gathered. Otherwise what it
+            gathered stays, as far as there is room, until a forward with gradients.
         force_outputs_fp32: cast floating outputs to fp32.
         process_group: ranks that share the model; None is the default group.
         verbose: log the packing and the placement on rank 0.
@@ -125,6 +135,10 @@ class GeminiDDP(ZeroDDP[Chunk]):
         pin_memory: bool = False,
         master_weights: bool = True,
         enable_gradient_accumulation: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        keep_fp32: Collection[str | type[nn.Module]] = (),
+        leaf_modules: Collection[str | type[nn.Module]] = (),
+        scatter_after_inference: bool = True,
         force_outputs_fp32: bool = False,
         process_group: dist.ProcessGroup | None = None,
         verbose: bool = False,
@@ -147,6 +161,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
                 max_prefetch=max_prefetch,
             )
             _check_fresh(module)
+            leaves = find_modules(module, leaf_modules, "leaf_modules")
+            kept = find_modules(module, keep_fp32, "keep_fp32")
             device = device_tier(capacity=_device_capacity(policy, device_capacity, memstats))
             host = host_tier(to_bytes(host_capacity, "host_capacity"), pin_memory=pin_memory)
             disk = None if offload_directory is None else disk_tier(offload_directory)
@@ -161,11 +177,17 @@ class GeminiDDP(ZeroDDP[Chunk]):
             )
             order = [] if memstats is None else list(memstats.param_order)
             for trainable in (True, False):
-                for group_dtype, params in _groups(module, trainable, dtype, order).items():
+                for group_dtype, params in _groups(module, trainable, dtype, order, params_of(kept)).items():
                     sizes = {name: param.numel() for name, param in params.items()}
                     given = chunk_configuration if trainable else None
                     _add_chunks(
-                        manager, params, group_dtype, given or search(sizes), trainable, enable_gradient_accumulation
+                        manager,
+                        params,
+                        group_dtype,
+                        given or search(sizes),
+                        trainable,
+                        accumulates=enable_gradient_accumulation,
+                        reduce_dtype=_reduced_in(reduce_dtype, group_dtype, manager.world_size),
                     )
             placement = policy.place(
                 manager.chunks,
@@ -185,11 +207,15 @@ class GeminiDDP(ZeroDDP[Chunk]):
                 forget(info.tensor)
         _settle_buffers(module, device.device, manager.collectives)
         planner = _Planner(policy, placement)
+        if dtype != torch.float32:
+            compute_in_fp32(kept, dtype)
         super().__init__(
             module,
             manager,
             planner,
             process_group=group,
+            leaf_modules=list(leaves),
+            scatter_after_inference=scatter_after_inference,
             input_dtype=None if precision == "fp32" else dtype,
             scales_loss=precision == "fp16",
             force_outputs_fp32=force_outputs_fp32,
@@ -251,7 +277,7 @@ def _device_capacity(
 
 
 def _groups(
-    module: nn.Module, trainable: bool, dtype: torch.dtype, order: Sequence[str]
+    module: nn.Module, trainable: bool, dtype: torch.dtype, order: Sequence[str], kept: Set[nn.Parameter]
 ) -> Mapping[torch.dtype, dict[str, nn.Parameter]]:
     """Return parameters by the dtype of their chunk, each once, in the order given first and then the module's."""
     named = {name: param for name, param in module.named_parameters() if param.requires_grad is trainable}
@@ -259,8 +285,18 @@ def _groups(
     groups: dict[torch.dtype, dict[str, nn.Parameter]] = {}
     for name in names:
         param = named[name]
-        groups.setdefault(dtype if param.is_floating_point() else param.dtype, {})[name] = param
+        given = torch.float32 if param in kept else dtype
+        groups.setdefault(given if param.is_floating_point() else param.dtype, {})[name] = param
     return groups
+
+
+def _reduced_in(asked: torch.dtype | None, dtype: torch.dtype, world_size: int) -> torch.dtype:
+    """Return in which dtype gradients are summed: a sum of many 16-bit numbers loses the small ones."""
+    if asked is None:
+        asked = torch.float32 if world_size > _MOST_16_BIT_TERMS else dtype
+    elif not asked.is_floating_point:
+        raise ValueError(f"reduce_dtype must be a floating dtype, such as torch.float32; got {asked}.")
+    return asked if dtype.is_floating_point else dtype
 
 
 def _module_of(name: str) -> str:
@@ -273,7 +309,9 @@ def _add_chunks(
     dtype: torch.dtype,
     configuration: ChunkConfiguration,
     trainable: bool,
+    *,
     accumulates: bool,
+    reduce_dtype: torch.dtype,
 ) -> None:
     for spec in configuration.chunks:
         named = [(slot.name, params[slot.name]) for slot in spec.tensors]
@@ -281,7 +319,13 @@ def _add_chunks(
             name: partial(materialize_value, param) for name, param in named if is_lazy(param)
         }
         manager.add_chunk(
-            named, numel=spec.numel, dtype=dtype, trainable=trainable, accumulates=accumulates, sources=sources
+            named,
+            numel=spec.numel,
+            dtype=dtype,
+            trainable=trainable,
+            accumulates=accumulates,
+            reduce_dtype=reduce_dtype,
+            sources=sources,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -66,6 +66,10 @@ class GeminiPlugin:
     pin_memory: bool = False
     master_weights: bool = True
     enable_gradient_accumulation: bool = False
+    reduce_dtype: torch.dtype | None = None
+    keep_fp32: Collection[str | type[nn.Module]] = ()
+    leaf_modules: Collection[str | type[nn.Module]] = ()
+    scatter_after_inference: bool = True
     force_outputs_fp32: bool = False
     process_group: dist.ProcessGroup | None = None
     initial_scale: float = 2**16

@@ -48,6 +48,7 @@ class Chunk(UsedLayout):
         trainable: whether its tensors get gradients; those of integers, booleans and 8-bit floats never do.
         state_numel: fp32 elements of optimizer state to expect per parameter element, for planning (Adam: 2).
         accumulates: sum the gradients of several backwards in fp32 memory of their own.
+        reduce_dtype: in which gradients of the ranks are summed; by default the chunk's.
         debug: check at each use in backward that the values are those that forward used.
 
     Attributes:
@@ -71,6 +72,7 @@ class Chunk(UsedLayout):
         trainable: bool = True,
         state_numel: int = 2,
         accumulates: bool = False,
+        reduce_dtype: torch.dtype | None = None,
         debug: bool = False,
     ) -> None:
         self._collectives = LocalCollectives() if collectives is None else collectives
@@ -88,6 +90,7 @@ class Chunk(UsedLayout):
         self.gathers = 0
         self.sent_bytes = 0
         self.generation = 0
+        self.reduce_dtype = dtype if reduce_dtype is None else reduce_dtype
         self._device = device
         self._debug = debug
         self._set_open()

@@ -85,6 +85,7 @@ class ChunkManager:
         trainable: bool = True,
         state_numel: int = 2,
         accumulates: bool = False,
+        reduce_dtype: torch.dtype | None = None,
         sources: Mapping[str, Callable[[], Tensor]] | None = None,
         group: str = "",
     ) -> Chunk:
@@ -97,6 +98,7 @@ class ChunkManager:
             trainable: whether the tensors get gradients.
             state_numel: fp32 elements of optimizer state per element, for planning.
             accumulates: sum the gradients of several backwards in memory of their own.
+            reduce_dtype: in which gradients of the ranks are summed; by default the chunk's.
             sources: by name, where a tensor's value comes from when the chunk closes.
             group: what `group` finds it by, say the name of one of several models.
 
@@ -123,6 +125,7 @@ class ChunkManager:
             trainable=trainable,
             state_numel=state_numel,
             accumulates=accumulates,
+            reduce_dtype=reduce_dtype,
             debug=self.debug,
         )
         infos = [(t, chunk.append(t, name, sources.get(name) if sources else None)) for name, t in named]

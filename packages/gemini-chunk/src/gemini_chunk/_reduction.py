@@ -80,8 +80,10 @@ class Reduction:
             gradient = gradient.to_dense()
         if info.state is TensorState.READY_FOR_REDUCE:
             part.add_(gradient, alpha=1 / chunk.world_size)
-        elif chunk.world_size == 1:
+        elif chunk.world_size == 1 or part.dtype != gradient.dtype:
             part.copy_(gradient)
+            if chunk.world_size > 1:
+                part.mul_(1 / chunk.world_size)
         else:
             torch.mul(gradient, 1 / chunk.world_size, out=part)
         if info.state is not TensorState.READY_FOR_REDUCE:
@@ -93,7 +95,7 @@ class Reduction:
         if self._running is not None:
             self.wait()
         if self._buffer is None:
-            self._buffer, self._pool = pool.take(self._chunk.numel, self._chunk.dtype), pool
+            self._buffer, self._pool = pool.take(self._chunk.numel, self._chunk.reduce_dtype), pool
             if self._chunk._device.poisons:
                 fill_with_poison(self._buffer)
         return self._buffer
@@ -130,14 +132,15 @@ class Reduction:
     def _choose_target(self, pool: BufferPool) -> Tensor:
         """Return what to reduce into: the shard itself where it lies on the compute device and may be replaced."""
         chunk = self._chunk
-        if self._may_replace and chunk._shard.device == chunk._device.device:
+        alike = (chunk._shard.device, chunk.dtype) == (chunk._device.device, chunk.reduce_dtype)
+        if self._may_replace and alike:
             return self._replaceable_shard()
         holder = f"{chunk.name} reduced gradient"
         try:
-            return chunk._device.allocate(chunk.shard_numel, chunk.dtype, holder)
+            return chunk._device.allocate(chunk.shard_numel, chunk.reduce_dtype, holder)
         except TierFullError:
             pool.make_room()
-            return chunk._device.allocate(chunk.shard_numel, chunk.dtype, holder)
+            return chunk._device.allocate(chunk.shard_numel, chunk.reduce_dtype, holder)
 
     @property
     def _may_replace(self) -> bool:

@@ -1,0 +1,76 @@
+"""Modules that settings name, by patterns of their paths or by class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+
+def find_modules(module: nn.Module, named: Collection[str | type[nn.Module]], setting: str) -> dict[str, nn.Module]:
+    """Return the modules that a setting names, by path.
+
+    Args:
+        module: the model.
+        named: paths, patterns of paths such as ``"layers.*.norm"``, or classes.
+        setting: its name, for the message.
+
+    Raises:
+        ValueError: one of them names nothing.
+    """
+    found: dict[str, nn.Module] = {}
+    for which in named:
+        matches = {name: child for name, child in module.named_modules() if _is_named(which, name, child)}
+        if not matches:
+            what = which if isinstance(which, str) else which.__name__
+            raise ValueError(f"{setting} names {what!r}, but the model has no such module.")
+        found |= matches
+    return found
+
+
+def _is_named(which: str | type[nn.Module], name: str, child: nn.Module) -> bool:
+    return fnmatchcase(name, which) if isinstance(which, str) else isinstance(child, which)
+
+
+def params_of(modules: Mapping[str, nn.Module]) -> set[nn.Parameter]:
+    """Return all parameters in these modules."""
+    return {param for child in modules.values() for param in child.parameters()}
+
+
+def compute_in_fp32(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+    """Let modules get floating inputs in fp32 and return floating outputs in ``dtype``, by hooks.
+
+    Modules within one of them compute in fp32 throughout.
+    """
+    for name, child in modules.items():
+        if any(other != name and _is_within(name, other) for other in modules):
+            continue
+        child.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+        child.register_forward_hook(_cast_outputs(dtype))
+
+
+def _is_within(name: str, other: str) -> bool:
+    return not other or name.startswith(f"{other}.")
+
+
+def _cast_inputs(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    del module
+    cast = _cast_to(torch.float32)
+    return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
+
+
+def _cast_outputs(dtype: torch.dtype) -> Callable[[nn.Module, object, object], object]:
+    def hook(module: nn.Module, args: object, output: object) -> object:
+        del module, args
+        return tree_map_only(Tensor, _cast_to(dtype), output)
+
+    return hook
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
