@@ -35,9 +35,11 @@ def check_generation(
     wanted = sequences(plain, rank, number, eos_token_id=ends, **options)
     if world_size > 1 and rank > 0:
         assert wanted.shape[1] < longest.shape[1]
-    at_rest = model.memory_usage()["device"]["used"]
+    before = model.memory_usage()["device"]["used"]
     assert torch.equal(sequences(model, rank, number, eos_token_id=ends, **options), wanted)
-    assert model.memory_usage()["device"]["used"] == at_rest
+    assert (
+        model.memory_usage()["device"]["used"] <= before
+    )  # of a pass whose backward is to come, chunks may have been there
 
 
 def train_with_generation(rank: int, world_size: int, kind: str) -> None:

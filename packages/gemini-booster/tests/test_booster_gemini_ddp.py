@@ -180,6 +180,10 @@ def test_master_values_are_exact_or_cast() -> None:
 def test_a_given_configuration_and_a_given_trace_decide_the_packing() -> None:
     sizes = {name: param.numel() for name, param in net().named_parameters() if param.requires_grad}
     configuration = search_chunk_configuration(sizes, 1, hidden_dim=1, min_chunk_size_m=0, search_range_m=0)
+    for wrong in ({**sizes, "nonesuch": 3}, dict(list(sizes.items())[1:])):
+        other = search_chunk_configuration(wrong, 1, hidden_dim=1, min_chunk_size_m=0, search_range_m=0)
+        with pytest.raises(ValueError, match="must place each trainable parameter"):
+            GeminiDDP(net(), precision="fp32", chunk_configuration=other)
     model = GeminiDDP(net(), precision="fp32", chunk_configuration=configuration)
     trainable = [chunk for chunk in model.chunk_manager.chunks if chunk.trainable]
     assert [[info.name for info in chunk.tensors] for chunk in trainable] == [

@@ -313,6 +313,12 @@ def _add_chunks(
     accumulates: bool,
     reduce_dtype: torch.dtype,
 ) -> None:
+    placed = {slot.name for spec in configuration.chunks for slot in spec.tensors}
+    if placed != params.keys():
+        raise ValueError(
+            f"chunk_configuration must place each trainable parameter of dtype {dtype}, and no other: it lacks "
+            f"{sorted(params.keys() - placed)} and has {sorted(placed - params.keys())} too many."
+        )
     for spec in configuration.chunks:
         named = [(slot.name, params[slot.name]) for slot in spec.tensors]
         sources: dict[str, Callable[[], Tensor]] = {
