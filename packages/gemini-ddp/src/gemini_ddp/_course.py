@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -116,15 +115,6 @@ class Course(Generic[ChunkT]):
         needs = ", ".join(map(str, self._needs[phase][scope.index])) or "no chunk"
         return f"{phase} of {scope.name or 'the model'!r} with {needs}"
 
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Tell with an error where the other ranks are: they may be why it came."""
-        try:
-            yield
-        except Exception as error:
-            self._ranks.explain(error)
-            raise
-
     def find_needs(self) -> None:
         """Note which chunks each scope needs; called again when a scope was seen to need others."""
         chunk_of = self._store.chunk_of
@@ -154,10 +144,14 @@ class Course(Generic[ChunkT]):
         if failed:
             run.recording = None
         if failed or run.mode is None or not run.mode[1]:
-            with self._explaining():
+            try:
                 if run.recording is not None:
                     self._agree_on_end(self._gradients.complete)
                 self._finish_run()
+            except Exception as error:
+                self._ranks.explain(error)
+                self.give_up()
+                raise
             if failed or not held:
                 self._idle.clear()
                 self._store.rest()
@@ -166,11 +160,14 @@ class Course(Generic[ChunkT]):
 
     def finish_backward(self) -> None:
         """Reduce what is left, bring all chunks to rest, and plan the next step if this one was recorded."""
-        with self._explaining():
+        try:
             self._go_along(None)
             late = self._gradients.finish(self._agree_on_end(self._gradients.remains))
             self._idle.clear()
             self._finish_run(late)
+        except Exception as error:
+            self._ranks.explain(error)
+            raise
         self._at = None
         for scope in self._scopes:
             scope.last_call = 0
@@ -198,7 +195,8 @@ class Course(Generic[ChunkT]):
         """
         run = self._run
         if run.recording and run.mode is not None:
-            self._add_what_backward_may_enter(run.recording)
+            if run.mode[1] and self._ranks.world_size > 1:
+                self._add_what_backward_may_enter(run.recording)
             keys = [recorded.key for recorded in run.recording]
             accesses = [RecordedAccess(phase, self._needs[phase][scope.index]) for scope, phase in keys]
             trace = RecordedTrace(tuple(accesses))
@@ -209,8 +207,6 @@ class Course(Generic[ChunkT]):
 
     def _add_what_backward_may_enter(self, recording: list[_Recorded[ChunkT]]) -> None:
         """Add scopes that no rank's backward entered: another step's may on some ranks, so all must have them."""
-        if self._ranks.world_size == 1:
-            return
         entered = {recorded.key[0] for recorded in recording if recorded.key[1] == "backward"}
         left = [scope for scope in self._scopes if scope.reaches_backward and scope not in entered]
         for scope in sorted(left, key=lambda scope: -scope.last_call):
@@ -236,7 +232,7 @@ class Course(Generic[ChunkT]):
         try:
             self._arrive(scope, phase)
             self._store.begin_use(params)
-        except Exception as error:  # as `_explaining` does, at less cost
+        except Exception as error:  # another rank may be why it came
             self._ranks.explain(error)
             raise
 
