@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from gemini_booster import _checkpoint
+from gemini_booster import _checkpoint, _lora
 from gemini_booster._gemini_ddp import GeminiDDP
 from gemini_booster._launch import group_of
 from gemini_booster._optimizer import GeminiOptimizer
@@ -139,6 +139,45 @@ class Booster:
     def load_model(self, model: nn.Module, checkpoint: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Load what `save_model`, plain torch or transformers saved: a file, or a folder; every rank calls it."""
         _checkpoint.load_model(_wrapped(model), checkpoint, strict=strict)
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | os.PathLike[str] | None = None,
+        lora_config: object = None,
+    ) -> nn.Module:
+        """Return a model with adapters that train while the rest is frozen: give it to an optimizer, then to `boost`.
+
+        Frozen parameters are sharded and offloaded like the others, and take no gradients and no optimizer states.
+
+        Args:
+            model: a module that is not wrapped yet.
+            pretrained_dir: a folder of saved adapters, which are to be trained on.
+            lora_config: a ``peft.LoraConfig``, or another configuration of PEFT, for new adapters.
+
+        Raises:
+            ImportError: PEFT is not installed.
+            ValueError: the model is wrapped, or not exactly one of folder and configuration is given.
+        """
+        return _lora.enable_lora(model, pretrained_dir, lora_config)
+
+    def save_lora_as_pretrained(
+        self, model: nn.Module, checkpoint: str | os.PathLike[str], *, use_safetensors: bool = False
+    ) -> None:
+        """Save the adapters alone, as PEFT does: ``peft.PeftModel.from_pretrained`` loads them.
+
+        Every rank calls it, rank 0 writes. Of the model, only the adapters are gathered.
+
+        Args:
+            model: what `boost` returned.
+            checkpoint: a folder.
+            use_safetensors: safetensors instead of ``torch.save``.
+
+        Raises:
+            OSError: rank 0 could not write; the other ranks raise a RuntimeError that says so.
+            ValueError: the model has no adapters, or ``checkpoint`` is a file.
+        """
+        _lora.save_lora_as_pretrained(_wrapped(model), checkpoint, use_safetensors=use_safetensors)
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]) -> None:
         """Save the optimizer's state in torch's format, and the loss scaler's; every rank calls it, rank 0 writes."""

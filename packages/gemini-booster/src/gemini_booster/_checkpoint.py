@@ -43,9 +43,9 @@ def save_model(
         raise ValueError(f"With shard=True the checkpoint is a folder; {str(path)!r} is a file.")
     if not shard and path.is_dir():
         raise ValueError(f"With shard=False the checkpoint is a file; {str(path)!r} is a folder.")
-    writer = _is_writer(model.process_group)
+    writer = is_writer(model.process_group)
     entries = _entries(model, dtype, skip_ties=use_safetensors)
-    with _report_to_all(model.process_group):
+    with report_to_all(model.process_group):
         try:
             if shard:
                 _save_folder(model, entries, path, prefix, size_per_shard * _MIB, use_safetensors, writer)
@@ -247,20 +247,20 @@ def save_on_rank_0(
     state: dict[str, Any], checkpoint: str | os.PathLike[str], process_group: dist.ProcessGroup | None
 ) -> None:
     """Write a state from rank 0 of a group, None for a single rank; an error there is raised on every rank."""
-    with _report_to_all(process_group):
-        if _is_writer(process_group):
+    with report_to_all(process_group):
+        if is_writer(process_group):
             path = Path(checkpoint)
             path.parent.mkdir(parents=True, exist_ok=True)
             with _replacing(path) as temporary:
                 torch.save(state, temporary)
 
 
-def _is_writer(process_group: dist.ProcessGroup | None) -> bool:
+def is_writer(process_group: dist.ProcessGroup | None) -> bool:
     return process_group is None or dist.get_rank(process_group) == 0
 
 
 @contextlib.contextmanager
-def _report_to_all(process_group: dist.ProcessGroup | None) -> Iterator[None]:
+def report_to_all(process_group: dist.ProcessGroup | None) -> Iterator[None]:
     """Let rank 0's error be raised on every rank, and let no rank go on before the files are there."""
     error: Exception | None = None
     try:

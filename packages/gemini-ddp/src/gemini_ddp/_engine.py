@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from gemini_ddp._compiler import Uncompiled
 from gemini_ddp._course import Course
 from gemini_ddp._debug import LoggedStore
 from gemini_ddp._errors import ZeroDDPError
@@ -67,6 +68,9 @@ class Engine(Generic[ChunkT]):
         scatter_after_inference: see `Course`.
         debug: see `Course`; also log what happens to chunks.
         scales_loss: refuse a backward that `scaled_backward` did not announce.
+
+    Attributes:
+        handles: remove the hooks on the module and its parameters.
     """
 
     def __init__(
@@ -87,16 +91,17 @@ class Engine(Generic[ChunkT]):
         self._ranks = ranks
         self._scales_loss = scales_loss
         self._announced = False
-        self._scopes = find_scopes(module, store.__contains__, leaf_modules)
+        self._scopes = find_scopes(module, store.__contains__, store.chunk_of, leaf_modules)
         self._layout = Layout(module, self._scopes, store.__contains__)
         self._stack: list[_Use] = []
         self._active: dict[Scope, tuple[nn.Parameter, ...]] = {}
         self._recomputed: dict[Scope, None] = {}
         self._watch: ParameterReads | None = None
+        self._uncompiled = Uncompiled()
         self._memory: dict[int, list[tuple[int, int, nn.Parameter]]] = {}
         self._in_backward = False
         self._reduces = True
-        self._handles = [handle for child, scope in self._scopes.items() for handle in self._hook(child, scope)]
+        self.handles = [handle for child, scope in self._scopes.items() for handle in self._hook(child, scope)]
         params = list({param: None for scope in self._scopes.values() for param in scope.params})
         self._gradients = Gradients(store, params)
         self._course: Course[ChunkT] = Course(
@@ -111,7 +116,7 @@ class Engine(Generic[ChunkT]):
         )
         for index, slot in enumerate(self._gradients.slots):
             slot.users = [scope for scope in self._scopes.values() if id(slot.param) in scope.expects]
-            self._handles.append(slot.param.register_post_accumulate_grad_hook(self._gradient_hook(index)))
+            self.handles.append(slot.param.register_post_accumulate_grad_hook(self._gradient_hook(index)))
         # What nodes of the graph call; they may outlive the engine.
         self._begin_backward = _weak(self._on_output_gradient)
         self._begin_hidden = _weak(self._on_hidden_gradient)
@@ -124,9 +129,9 @@ class Engine(Generic[ChunkT]):
 
     def remove_hooks(self) -> None:
         """Detach from the module."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
 
     @contextlib.contextmanager
     def scaled_backward(self) -> Iterator[None]:
@@ -171,9 +176,10 @@ class Engine(Generic[ChunkT]):
             if (engine := reference()) is not None:
                 engine._leave(scope, args, kwargs, output)
 
-        yield module.register_forward_pre_hook(before, prepend=True)
+        # A compiler that traced what follows would guard on each count and buffer in it, and compile anew at each change.
+        yield module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
         # Also after an exception, and after recompute that stops early: a scope that was entered is always left.
-        yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        yield module.register_forward_hook(torch.compiler.disable(after), with_kwargs=True, always_call=True)
 
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         reference = weakref.ref(self)
@@ -186,6 +192,8 @@ class Engine(Generic[ChunkT]):
         return take
 
     def _enter(self, scope: Scope, module: nn.Module) -> None:
+        if scope.is_covered:
+            return
         recompute = _in_autograd()
         if scope.is_root and not recompute and (self._in_backward or not self._stack):
             self._start_pass(module.training)
@@ -203,10 +211,11 @@ class Engine(Generic[ChunkT]):
         else:
             self._course.enter(scope, "backward" if recompute else "forward", params)
         self._stack.append(_Use(scope, params))
+        scope.depth += 1
 
     def _leave(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         if not self._stack or self._stack[-1].scope is not scope:
-            return  # entering failed, so nothing was begun
+            return  # it was passed over, or entering failed: nothing was begun
         if self._watch is None:
             self._end(scope, args, kwargs, output)
         else:
@@ -215,6 +224,7 @@ class Engine(Generic[ChunkT]):
 
     def _end(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         use = self._stack.pop()
+        scope.depth -= 1
         params = use.params
         tensors = list(walk_tensors(output))
         if self._stack:
@@ -243,6 +253,7 @@ class Engine(Generic[ChunkT]):
             self._layout.check()
         self._course.start_pass(mode)
         if self._course.is_recording:
+            self._uncompiled.hold()
             self._watch = ParameterReads(self._before_read, self._after_read)
             self._watch.__enter__()  # type: ignore[no-untyped-call] # torch's mode is untyped
 
@@ -251,6 +262,7 @@ class Engine(Generic[ChunkT]):
             self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch's mode is untyped
             self._watch = None
             self._memory.clear()
+            self._uncompiled.release()
 
     def _before_read(self, tensor: Tensor) -> _Use | None:
         """Return the active use of the parameter that a torch function reads; pin it to the innermost if none did."""
@@ -319,6 +331,10 @@ class Engine(Generic[ChunkT]):
         for node in use.readers:
             if node not in nodes:
                 node.register_prehook(lambda _: begin_hidden(scope))
+        if len(nodes) > 1:  # what it only hands on is another's: it would enter again when that one's backward comes
+            for tensor in walk_tensors((args, kwargs)):
+                for node in _grad_fns(tensor):
+                    nodes.pop(node, None)
         if not nodes or not (scope.params or scope.is_root):
             return
         scope.reaches_backward = bool(scope.params)
@@ -419,6 +435,8 @@ class Engine(Generic[ChunkT]):
                 "optimizer.backward(loss), or booster.backward(loss, optimizer), instead."
             )
         self._in_backward = True
+        if self._course.is_recording:
+            self._uncompiled.hold()
         self._gradients.start(reduces=self._reduces)
         torch.autograd.Variable._execution_engine.queue_callback(_weak(self._finish_backward))
 
@@ -432,6 +450,7 @@ class Engine(Generic[ChunkT]):
         self._recomputed.clear()
         self._course.finish_backward()
         self._in_backward = False
+        self._uncompiled.release()
 
     def end_interrupted_step(self) -> None:
         """Return to rest if the last backward never came to its end."""
@@ -443,12 +462,14 @@ class Engine(Generic[ChunkT]):
         self._stop_watching()
         self._stack.clear()
         for scope in self._scopes.values():
+            scope.depth = 0
             scope.in_backward = False
             scope.waiting.clear()
             scope.calls.clear()
         self._active.clear()
         self._recomputed.clear()
         self._in_backward = False
+        self._uncompiled.release()
         self._course.reset()
         self._store.reset()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -36,6 +37,7 @@ class ParameterReads(TorchFunctionMode):
         self._before = before
         self._after = after
 
+    @torch.compiler.disable  # where a compiled function was entered before
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -15,6 +15,11 @@ from gemini_ddp._errors import ZeroDDPError
 class Scope:
     """One module whose calls need parameters.
 
+    [Note: Covers]
+    A chunk that is gathered for one module serves the next one, too, but each entry has its cost. Where all parameters
+    within a module lie in one chunk, a call of it uses them all, and calls of the modules within are passed over. One
+    of those that is called from elsewhere, outside of the cover's calls, is a scope like any other.
+
     Attributes:
         index: its place among the model's scopes.
         name: its path in the model; "" is the model itself.
@@ -23,6 +28,8 @@ class Scope:
         value_in_backward: whether backward reads the parameters' values; an embedding's does not.
         shares: whether it is a plain linear layer with a parameter that another module owns, too.
         borrows: whether it was seen to use a parameter of another module.
+        cover: the scope of a module around it that has all of its parameters. [Note: Covers].
+        depth: calls of it that are under way in forward or recompute.
         is_leaf: whether it stands for all modules within it, of which a call may use any.
         expects: ids of the parameters that get a gradient.
         waiting: ids of those whose gradient has not come in this backward.
@@ -38,6 +45,8 @@ class Scope:
     value_in_backward: bool
     shares: bool
     is_leaf: bool = False
+    cover: Scope | None = None
+    depth: int = 0
     borrows: bool = False
     hides_outputs: bool = False
     ends_with_inputs: bool = field(init=False)
@@ -58,6 +67,20 @@ class Scope:
         self.params += (param,)
         self.borrows = True
         self.settle_end()
+
+    def take_in(self, inner: Iterable[Scope]) -> None:
+        """Become the cover of scopes within the module: have their parameters, too."""
+        for scope in inner:
+            scope.cover = self
+            self.params = tuple(dict.fromkeys(self.params + scope.params))
+            self.value_in_backward = self.value_in_backward or scope.value_in_backward
+        self.shares = False
+        self.settle_end()
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether its parameters are in use now, by a call of the cover or by the cover's backward."""
+        return self.cover is not None and (self.cover.depth > 0 or self.cover.in_backward)
 
     def settle_end(self) -> None:
         """Decide what ends the scope's backward, which depends on the parameters that require gradients now.
@@ -103,13 +126,15 @@ class Call:
 def find_scopes(
     module: nn.Module,
     manages: Callable[[object], bool],
+    chunk_of: Callable[[nn.Parameter], Hashable],
     leaf_modules: Collection[type[nn.Module] | str] = (),
 ) -> dict[nn.Module, Scope]:
-    """Return a scope for the model itself, for every leaf, and for every other module that owns a managed parameter.
+    """Return a scope for the model itself, every leaf, every cover, and every other module that owns a parameter.
 
     Args:
         module: the model.
         manages: whether a tensor is a managed parameter.
+        chunk_of: the chunk of a managed parameter.
         leaf_modules: classes, or paths in the model, of modules that are one scope with all modules within them.
 
     Raises:
@@ -137,7 +162,42 @@ def find_scopes(
             shares=shared and _is_plain(child, nn.Linear),
             is_leaf=name in leaves,
         )
+    _add_covers(module, scopes, chunk_of)
     return scopes
+
+
+def _add_covers(
+    module: nn.Module, scopes: dict[nn.Module, Scope], chunk_of: Callable[[nn.Parameter], Hashable]
+) -> None:
+    """Let the outermost modules whose parameters all lie in one chunk be scopes of all of them. [Note: Covers]."""
+    within: dict[nn.Module, tuple[list[Scope], set[Hashable]]] = {}
+
+    def look(child: nn.Module) -> tuple[list[Scope], set[Hashable]]:
+        if child not in within:
+            own = scopes.get(child)
+            found = [] if own is None or not own.params else [own]
+            chunks = {chunk_of(param) for scope in found for param in scope.params}
+            for part in () if own is not None and own.is_leaf else child.children():
+                inner, others = look(part)
+                found += inner
+                chunks |= others
+            within[child] = (found, chunks)
+        return within[child]
+
+    def cover(child: nn.Module, name: str) -> None:
+        members, chunks = look(child)
+        own = scopes.get(child)
+        if own is not None and own.is_leaf:
+            return
+        if len(chunks) > 1 or len(members) < 2 or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            for key, part in child.named_children():
+                cover(part, f"{name}.{key}" if name else key)
+            return
+        if own is None:
+            own = scopes[child] = Scope(len(scopes), name, False, (), value_in_backward=False, shares=False)
+        own.take_in([scope for scope in members if scope is not own])
+
+    cover(module, "")
 
 
 def _find_leaves(named: Mapping[str, nn.Module], leaf_modules: Collection[type[nn.Module] | str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
@@ -154,6 +155,34 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         self._state_hook.remove()
         setattr(self.module, _MARK, False)
         return self.module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a plain copy of the module, not wrapped, with full values on the CPU; every rank calls it.
+
+        It holds the working dtype, and may be called, trained or wrapped on its own, as a reference model or an average.
+        """
+        named = {id(param): param for param in self.module.parameters() if param in self.store}
+        for key, param in named.items():
+            memo[key] = nn.Parameter(self.store.full_value(param).cpu(), requires_grad=param.requires_grad)
+        # A copied handle removes the copied hook.
+        copied, handles = copy.deepcopy((self.module, [*self._engine.handles, self._state_hook]), memo)
+        for handle in handles:
+            handle.remove()
+        setattr(copied, _MARK, False)
+        plain: nn.Module = copied.cpu()
+        return plain
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled, for parameters lie in shards.
+
+        Raises:
+            ZeroDDPError: always.
+        """
+        del protocol
+        raise ZeroDDPError(
+            "A wrapped model cannot be pickled: its parameters lie in shards. Save its state_dict(), or "
+            "booster.save_model(wrapped_model, ...). copy.deepcopy(wrapped_model) makes a plain module of it."
+        )
 
     # -- the module's own face ----------------------------------------------------------------------------------------
 
