@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gemini_booster.zero import GeminiDDP, GeminiOptimizer
-from models import SEQ_LEN, SMALL_CHUNKS, batch, build_model, inputs_of, seeded_model
+from models import SMALL_CHUNKS, batch, inputs_of, seeded_model
 from ranks import run_ranks
 
 

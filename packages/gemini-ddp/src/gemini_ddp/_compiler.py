@@ -1,10 +1,24 @@
-"""Keeping a compiler away while it could not be right."""
+"""Keeping a compiler away from where it would be of no use, or wrong."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, TypeVar
 
 import torch
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def not_compiled(function: FunctionT) -> FunctionT:
+    """Return a function that no compiler traces, nor what it calls.
+
+    In a hook and in the store that it calls, a compiler would guard on each count and each buffer, and compile anew at
+    every change. It imports the compiler, so it is not for use as a decorator: that would work at import.
+    """
+    alone: FunctionT = torch.compiler.disable(function)
+    return alone
 
 
 class Uncompiled:
@@ -15,12 +29,11 @@ class Uncompiled:
     """
 
     _holders: ClassVar[int] = 0
-    _stance: ClassVar[torch.compiler.set_stance | None] = None
+    _stance: ClassVar[AbstractContextManager[object] | None] = None
 
     def __init__(self) -> None:
         self._holds = False
 
-    @torch.compiler.disable
     def hold(self) -> None:
         """Begin; does nothing once begun."""
         if not self._holds:
@@ -29,7 +42,6 @@ class Uncompiled:
                 Uncompiled._stance = torch.compiler.set_stance("force_eager")
             Uncompiled._holders += 1
 
-    @torch.compiler.disable
     def release(self) -> None:
         """End, for the last holder; does nothing once ended."""
         if self._holds:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from gemini_ddp._compiler import Uncompiled
+from gemini_ddp._compiler import Uncompiled, not_compiled
 from gemini_ddp._course import Course
 from gemini_ddp._debug import LoggedStore
 from gemini_ddp._errors import ZeroDDPError
@@ -121,6 +121,7 @@ class Engine(Generic[ChunkT]):
         self._begin_backward = _weak(self._on_output_gradient)
         self._begin_hidden = _weak(self._on_hidden_gradient)
         self._end_call = _weak(self._on_input_gradient)
+        self._end_backward = _weak(self._finish_backward)
 
     @property
     def deviations(self) -> int:
@@ -176,10 +177,9 @@ class Engine(Generic[ChunkT]):
             if (engine := reference()) is not None:
                 engine._leave(scope, args, kwargs, output)
 
-        # A compiler that traced what follows would guard on each count and buffer in it, and compile anew at each change.
-        yield module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
+        yield module.register_forward_pre_hook(not_compiled(before), prepend=True)
         # Also after an exception, and after recompute that stops early: a scope that was entered is always left.
-        yield module.register_forward_hook(torch.compiler.disable(after), with_kwargs=True, always_call=True)
+        yield module.register_forward_hook(not_compiled(after), with_kwargs=True, always_call=True)
 
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         reference = weakref.ref(self)
@@ -189,7 +189,7 @@ class Engine(Generic[ChunkT]):
             if gradient is not None and (engine := reference()) is not None:
                 engine._on_gradient(engine._gradients.slots[index], gradient)
 
-        return take
+        return not_compiled(take)
 
     def _enter(self, scope: Scope, module: nn.Module) -> None:
         if scope.is_covered:
@@ -438,7 +438,7 @@ class Engine(Generic[ChunkT]):
         if self._course.is_recording:
             self._uncompiled.hold()
         self._gradients.start(reduces=self._reduces)
-        torch.autograd.Variable._execution_engine.queue_callback(_weak(self._finish_backward))
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _finish_backward(self) -> None:
         for scope in self._active:
@@ -505,4 +505,4 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
         target = reference()
         return None if target is None else function(target, *args)
 
-    return call
+    return not_compiled(call)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from gemini_ddp._compiler import not_compiled
 
 ReaderT = TypeVar("ReaderT")
 
@@ -36,8 +37,8 @@ class ParameterReads(TorchFunctionMode):
         super().__init__()
         self._before = before
         self._after = after
+        self._call = not_compiled(_call)
 
-    @torch.compiler.disable  # where a compiled function was entered before
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -45,14 +46,24 @@ class ParameterReads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if not _reads_values(func):
-            return func(*args, **(kwargs or {}))
-        tensors = [tensor for value in (*args, *(kwargs or {}).values()) for tensor in _tensors(value)]
-        readers = [reader for tensor in tensors if (reader := self._before(tensor)) is not None]
-        result = func(*args, **(kwargs or {}))
-        for reader in readers:
-            self._after(reader, result)
-        return result
+        return self._call(self._before, self._after, func, args, kwargs or {})
+
+
+def _call(
+    before: Callable[[Tensor], ReaderT | None],
+    after: Callable[[ReaderT, object], None],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    if not _reads_values(func):
+        return func(*args, **kwargs)
+    tensors = [tensor for value in (*args, *kwargs.values()) for tensor in _tensors(value)]
+    readers = [reader for tensor in tensors if (reader := before(tensor)) is not None]
+    result = func(*args, **kwargs)
+    for reader in readers:
+        after(reader, result)
+    return result
 
 
 def _reads_values(func: Callable[..., Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
@@ -104,14 +105,14 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
     def _cast_input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module's ``generate``; a transformers model goes on until it is done on every rank.
 
         A rank whose sequences have ended early calls the model on, for the others gather with it.
         """
         if self._ranks.world_size > 1 and kwargs.get("synced_gpus") is None and _can_wait_for_ranks(self.module):
             kwargs["synced_gpus"] = True
-        return self._call(self.module.generate, args, kwargs)
+        return self._call(generate, args, kwargs)
 
     def backward(self, loss: Tensor) -> None:
         """Run backward and finish all reductions.
@@ -159,7 +160,7 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a plain copy of the module, not wrapped, with full values on the CPU; every rank calls it.
 
-        It holds the working dtype, and may be called, trained or wrapped on its own, as a reference model or an average.
+        It has the working dtype, and may be called, trained or wrapped on its own: as a reference or an average, say.
         """
         named = {id(param): param for param in self.module.parameters() if param in self.store}
         for key, param in named.items():
@@ -191,7 +192,7 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
             return super().__getattr__(name)
         except AttributeError:
             attribute = getattr(super().__getattr__("module"), name)
-            return self._generate if name == "generate" else attribute
+            return functools.partial(self._generate, attribute) if name == "generate" else attribute
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
