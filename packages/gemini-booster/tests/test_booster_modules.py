@@ -89,6 +89,14 @@ def test_module_that_is_not_there_is_an_error_before_anything_is_wrapped(setting
     GeminiDDP(module, precision="fp32")
 
 
+def test_container_that_nobody_calls_is_no_leaf_but_may_be_within_one() -> None:
+    module = Mixture()
+    with pytest.raises(ValueError, match=r"leaf_modules names 'moe.experts', a ModuleList, which nobody calls"):
+        GeminiDDP(module, precision="fp32", leaf_modules=["*.experts"])
+    model = GeminiDDP(module, precision="fp32", leaf_modules=["moe*"])
+    model(torch.ones(1, 4), 0).sum().backward()
+
+
 class Experts(nn.Module):
     """Uses the experts that the data choose, here by rank."""
 

@@ -20,6 +20,13 @@ SIGNATURES = {
         "size_per_shard: 'float' = 1024, use_safetensors: 'bool' = False, dtype: 'torch.dtype | None' = None) -> 'None'"
     ),
     "load_model": f"(self, model: 'nn.Module', {CHECKPOINT}, *, strict: 'bool' = True) -> 'None'",
+    "enable_lora": (
+        "(self, model: 'nn.Module', pretrained_dir: 'str | os.PathLike[str] | None' = None, "
+        "lora_config: 'object' = None) -> 'nn.Module'"
+    ),
+    "save_lora_as_pretrained": (
+        f"(self, model: 'nn.Module', {CHECKPOINT}, *, use_safetensors: 'bool' = False) -> 'None'"
+    ),
     "save_optimizer": f"(self, optimizer: 'torch.optim.Optimizer', {CHECKPOINT}) -> 'None'",
     "load_optimizer": f"(self, optimizer: 'torch.optim.Optimizer', {CHECKPOINT}) -> 'None'",
     "save_lr_scheduler": f"(self, lr_scheduler: 'LRScheduler', {CHECKPOINT}) -> 'None'",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gemini_booster._launch import check_world_size, group_of
-from gemini_booster._modules import compute_in_fp32, find_modules, params_of
+from gemini_booster._modules import check_called, compute_in_fp32, find_modules, params_of
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
 from gemini_booster._shards import ChunkShard
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
@@ -162,6 +162,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             )
             _check_fresh(module)
             leaves = find_modules(module, leaf_modules, "leaf_modules")
+            check_called(leaves, "leaf_modules")
             kept = find_modules(module, keep_fp32, "keep_fp32")
             device = device_tier(capacity=_device_capacity(policy, device_capacity, memstats))
             host = host_tier(to_bytes(host_capacity, "host_capacity"), pin_memory=pin_memory)
@@ -242,6 +243,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         del set_to_none
         for shard in self.shards:
             shard.discard()
+        self._engine.forget_gradients()
 
     def named_master_values(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield like `named_full_values`, but the master weights of trainable parameters.

@@ -35,6 +35,21 @@ def _is_named(which: str | type[nn.Module], name: str, child: nn.Module) -> bool
     return fnmatchcase(name, which) if isinstance(which, str) else isinstance(child, which)
 
 
+def check_called(modules: Mapping[str, nn.Module], setting: str) -> None:
+    """Refuse containers, which nobody calls, unless they are within another of the modules.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, child in modules.items():
+        inner = any(other != name and _is_within(name, other) for other in modules)
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not inner:
+            raise ValueError(
+                f"{setting} names {name!r}, a {type(child).__name__}, which nobody calls. Name the module that calls "
+                "what is in it."
+            )
+
+
 def params_of(modules: Mapping[str, nn.Module]) -> set[nn.Parameter]:
     """Return all parameters in these modules."""
     return {param for child in modules.values() for param in child.parameters()}

@@ -60,6 +60,14 @@ class GeminiOptimizer(ZeroOptimizer):
             verbose=verbose,
         )
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that no step has used, those of backwards under ``no_sync`` as well.
+
+        Args:
+            set_to_none: has no effect: dropped gradients take no memory either way.
+        """
+        self.module.zero_grad(set_to_none)
+
 
 class GeminiAdamOptimizer(GeminiOptimizer):
     """`HybridAdam` over the shards of a `GeminiDDP`.

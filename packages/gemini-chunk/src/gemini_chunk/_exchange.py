@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Messages of ours on a group that others use, too: each pair of ranks matches those of one tag in the order sent.
-_TAG = 0x6E51
+_FIRST_TAG = 0x6E51
+_NUM_SIZES = 2**28
 
 # From this many bytes to each rank on, messages of their own are quicker for more than two ranks.
 _DIRECT_BYTES = 2**18
@@ -88,10 +89,15 @@ class GlooExchange:
 
     # The group's own methods: torch.distributed's functions around them take four times as long as a small message.
     def _send(self, parts: Sequence[Tensor]) -> list[dist.Work]:
-        return [self._group.send([part], rank, _TAG) for rank, part in zip(self._others, parts, strict=True)]
+        return [self._group.send([part], rank, _tag(part)) for rank, part in zip(self._others, parts, strict=True)]
 
     def _receive(self, parts: Sequence[Tensor]) -> list[dist.Work]:
-        return [self._group.recv([part], rank, _TAG) for rank, part in zip(self._others, parts, strict=True)]
+        return [self._group.recv([part], rank, _tag(part)) for rank, part in zip(self._others, parts, strict=True)]
+
+
+def _tag(part: Tensor) -> int:
+    """Return a tag that messages of another size do not have: gloo would abort the process that received one."""
+    return _FIRST_TAG + part.nbytes % _NUM_SIZES
 
 
 class Transfers:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torch import nn
 
 from gemini_ddp._errors import ZeroDDPError
-from gemini_ddp._gradients import Gradients
+from gemini_ddp._gradients import Gradients, any_of, chosen, length, to_numbers
 from gemini_ddp._ranks import Ranks
 from gemini_ddp._schedule import RecordedAccess, RecordedTrace, Schedule
 from gemini_ddp._scopes import Scope
@@ -22,24 +22,45 @@ ChunkT = TypeVar("ChunkT", bound=Hashable)
 Mode = tuple[bool, bool]  # whether the model trains, whether gradients are recorded
 
 _Key = tuple[Scope, Phase]
-_END = -1  # what a rank says that is at the end of a pass, in the place of the scope it enters
+# What a rank says in the place of the scope it enters, odd as for a backward.
+_END = -1  # that it is at the end of a pass
+_LOCAL = -3  # that gradients stay local from here on
+_WORDS = {_END: "came to the end", _LOCAL: "entered no_sync"}
 
 
 @dataclass(slots=True)
 class _Recorded(Generic[ChunkT]):
-    """An access of a step that is being recorded, and the chunks that were due at it."""
+    """An access of a step that is being recorded, the chunks that were due at it, and the scopes that ended."""
 
     key: _Key
-    due: tuple[ChunkT, ...]
+    due: tuple[ChunkT, ...] = ()
+    ended: tuple[Scope, ...] = ()
 
 
 @dataclass(slots=True)
 class _Run(Generic[ChunkT]):
-    """A step under way: its mode or None, the schedule it follows or the trace it records."""
+    """A step under way: its mode or None, and the schedule it follows or the trace it records, or neither.
+
+    ``is_incomplete`` tells that forward called what the schedule has no backward of.
+    """
 
     mode: Mode | None
     schedule: Schedule[_Key, ChunkT] | None = None
     recording: list[_Recorded[ChunkT]] | None = None
+    is_incomplete: bool = False
+
+
+class BackwardUses(Protocol):
+    """What the engine does for its course."""
+
+    def hold(self, scope: Scope) -> None:
+        """Use a scope's parameters, which are gathered or on their way, as long as other ranks' backwards need them."""
+
+    def end(self, scope: Scope) -> None:
+        """End the use of a scope's parameters for its backward."""
+
+    def give_back(self) -> bool:
+        """End the use of something that may be gathered again; return whether there was any."""
 
 
 class Course(Generic[ChunkT]):
@@ -52,7 +73,8 @@ class Course(Generic[ChunkT]):
 
     In forward another one is an error: a rank cannot enter what its data did not choose. In backward it may be that the
     loss of a rank follows from other results of the same modules. There each rank goes along with what others enter,
-    in the order in which backward would: it gathers and releases. What only some ranks entered is in the plan of all.
+    in the order in which backward would: it gathers, and holds what it gathered as long as they. So the backward of a
+    scope ends, like the reductions start, where all ranks are at the same entry, and not when gradients come.
 
     Args:
         store: holds the parameters.
@@ -60,7 +82,7 @@ class Course(Generic[ChunkT]):
         ranks: who else runs the model.
         gradients: those of the backward under way.
         scopes: all scopes, by their index.
-        give_back: ends the use of something that is gathered and may be gathered again; returns whether there was any.
+        uses: begins and ends the uses of scopes in backward.
         scatter_after_inference: whether a pass without gradients leaves nothing gathered.
         debug: let the ranks compare where they are at each entry of a scope, on the plan as well.
     """
@@ -72,7 +94,7 @@ class Course(Generic[ChunkT]):
         ranks: Ranks,
         gradients: Gradients[ChunkT],
         scopes: Sequence[Scope],
-        give_back: Callable[[], bool],
+        uses: BackwardUses,
         *,
         scatter_after_inference: bool = True,
         debug: bool = False,
@@ -82,7 +104,7 @@ class Course(Generic[ChunkT]):
         self._ranks = ranks
         self._gradients = gradients
         self._scopes = scopes
-        self._give_back = give_back
+        self._uses = uses
         self._scatters = scatter_after_inference
         self._debug = debug
         self._needs: dict[Phase, list[tuple[ChunkT, ...]]] = {}
@@ -91,6 +113,9 @@ class Course(Generic[ChunkT]):
         self._run: _Run[ChunkT] = _Run(None)
         self._suspended: _Run[ChunkT] | None = None
         self._calls = 0
+        self._is_late = False
+        self._first_held = 2 + len(gradients.complete)
+        self._num_facts = length(scopes) + len(gradients.remains)
         self._at: _Key | None = None
         self.find_needs()
         reference = weakref.ref(self)
@@ -146,7 +171,7 @@ class Course(Generic[ChunkT]):
         if failed or run.mode is None or not run.mode[1]:
             try:
                 if run.recording is not None:
-                    self._agree_on_end(self._gradients.complete)
+                    self._agree_on_end(())
                 self._finish_run()
             except Exception as error:
                 self._ranks.explain(error)
@@ -170,8 +195,18 @@ class Course(Generic[ChunkT]):
             raise
         self._at = None
         for scope in self._scopes:
-            scope.last_call = 0
+            scope.num_calls = scope.last_call = 0
             scope.reaches_backward = False
+
+    def agree_on_no_sync(self) -> None:
+        """Make sure that gradients stay local on all ranks, or on none.
+
+        Raises:
+            ZeroDDPError: another rank does something else; every rank raises that comes to hear of it.
+        """
+        codes = [numbers[0] for numbers in self._tell(_LOCAL, ())]
+        if set(codes) != {_LOCAL}:
+            raise ZeroDDPError(self._diverged(codes))
 
     def give_up(self) -> None:
         """Let the step that is under way be over without a plan."""
@@ -180,7 +215,7 @@ class Course(Generic[ChunkT]):
     def reset(self) -> None:
         """Forget the step under way."""
         for scope in self._scopes:
-            scope.last_call = 0
+            scope.num_calls = scope.last_call = 0
             scope.reaches_backward = False
         self._idle.clear()
         self._at = None
@@ -196,26 +231,42 @@ class Course(Generic[ChunkT]):
         run = self._run
         if run.recording and run.mode is not None:
             if run.mode[1] and self._ranks.world_size > 1:
-                self._add_what_backward_may_enter(run.recording)
+                self._prepare_for_other_losses(run.recording)
             keys = [recorded.key for recorded in run.recording]
             accesses = [RecordedAccess(phase, self._needs[phase][scope.index]) for scope, phase in keys]
             trace = RecordedTrace(tuple(accesses))
             plan = None if self._planner is None else self._planner.schedule(trace)
             due = [tuple(chunk for chunk in recorded.due if chunk not in late) for recorded in run.recording]
-            self._schedules[run.mode] = Schedule(keys, trace, plan, due)
+            ended = [recorded.ended for recorded in run.recording]
+            self._schedules[run.mode] = Schedule(keys, trace, plan, due, ended)
         self._run, self._suspended = self._suspended or _Run(None), None
 
-    def _add_what_backward_may_enter(self, recording: list[_Recorded[ChunkT]]) -> None:
-        """Add scopes that no rank's backward entered: another step's may on some ranks, so all must have them."""
+    def _prepare_for_other_losses(self, recording: list[_Recorded[ChunkT]]) -> None:
+        """Let the plan hold for backwards from other results of the same modules, which some ranks may come to have.
+
+        Scopes that no rank's backward entered are added where it would. A scope that was called several times may be
+        entered from another of its calls: it comes first where the last one is, and is over at the end of backward.
+        """
         entered = {recorded.key[0] for recorded in recording if recorded.key[1] == "backward"}
         left = [scope for scope in self._scopes if scope.reaches_backward and scope not in entered]
-        for scope in sorted(left, key=lambda scope: -scope.last_call):
-            later = (
-                place
-                for place, recorded in enumerate(recording)
-                if recorded.key[1] == "backward" and recorded.key[0].last_call < scope.last_call
+        several = [scope for scope in entered if scope.num_calls > 1]
+        for recorded in recording:
+            recorded.ended = tuple(scope for scope in recorded.ended if scope.num_calls <= 1)
+        for scope in sorted(left + several, key=lambda scope: (-scope.last_call, scope.index)):
+            place = next(
+                (
+                    place
+                    for place, recorded in enumerate(recording)
+                    if recorded.key[1] == "backward"
+                    and (recorded.key[0] is scope or recorded.key[0].last_call < scope.last_call)
+                ),
+                len(recording),
             )
-            recording.insert(next(later, len(recording)), _Recorded((scope, "backward"), ()))
+            if place < len(recording) and recording[place].key[0] is scope:
+                continue
+            recording.insert(place, _Recorded((scope, "backward")))
+            if scope.is_simple and scope.num_calls == 1 and place + 1 < len(recording):
+                recording[place + 1].ended += (scope,)  # others may read a parameter until the end, for all we know
         names = [(scope.index, phase) for scope, phase in (recorded.key for recorded in recording)]
         digest = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7])
         if len({numbers[0] for numbers in self._ranks.exchange([digest])}) > 1:
@@ -239,30 +290,47 @@ class Course(Generic[ChunkT]):
     def _arrive(self, scope: Scope, phase: Phase) -> None:
         """Gather what a scope needs, start what the plan wants early, and release what is in the way."""
         run, key = self._run, (scope, phase)
+        if phase == "backward" and run.is_incomplete and self._ranks.world_size > 1:
+            run.schedule = None
         schedule = run.schedule
         if phase == "forward" and run.mode is not None and run.mode[1]:
             self._calls += 1
+            scope.num_calls += 1
             scope.last_call = self._calls
         on_course = schedule is not None and schedule.follows(key)
         if not on_course:
             if phase == "backward":
                 self._go_along(key)
+            elif schedule is not None and run.mode is not None and run.mode[1] and (scope, "backward") not in schedule:
+                run.is_incomplete = True  # the backwards of some ranks may come to it, where the plan has nothing
             on_course = schedule is not None and schedule.follows(key)
             if schedule is not None and not on_course:
                 schedule.jump_to(key)
-        if schedule is None or not on_course:
-            due = self._agree(scope, phase)
-        else:
-            due = schedule.due
+        if schedule is not None and on_course:
             if self._debug:
                 self._agree(scope, phase)
+            due, ended = schedule.due, schedule.ended
+        else:
+            due, ended = self._agree(scope, phase)
         if run.recording is not None:
-            run.recording.append(_Recorded(key, due))
+            run.recording.append(_Recorded(key, due, ended))
+        self._perform(scope, phase, due, ended, on_course=on_course)
+
+    def _perform(
+        self, scope: Scope, phase: Phase, due: tuple[ChunkT, ...], ended: tuple[Scope, ...], *, on_course: bool
+    ) -> None:
+        """Do what an entry stands for, the same on a rank that needs it and on one that goes along."""
+        self._end(ended)
         if due:
             self._gradients.reduce(due)
         chunks = self._needs[phase][scope.index]
+        schedule = self._run.schedule
         if schedule is None or not on_course or not schedule.has_plan:
-            self._gather(chunks, () if schedule is None else schedule.prefetch)
+            if self._run.recording is None and self._ranks.world_size > 1:
+                self._release_idle(
+                    ()
+                )  # where a use ended on some ranks before they left the plan, others have it still
+            self._gather(chunks)
             return
         idle = self._idle
         for chunk in () if self._holds else schedule.drops:
@@ -270,6 +338,21 @@ class Course(Generic[ChunkT]):
                 self._store.release(chunk)
                 del idle[chunk]
         self._start_gathers(chunks, schedule.prefetch)
+
+    def _end(self, scopes: Iterable[Scope]) -> None:
+        """End the uses of scopes as it would have been done before this entry, by what the plan keeps there."""
+        self._is_late = True
+        for scope in scopes:
+            if scope.in_backward:
+                self._uses.end(scope)
+        self._is_late = False
+
+    def done(self, scope: Scope) -> None:
+        """Hear that nothing of a scope's backward is left on this rank; end it as soon as no other rank can tell."""
+        scope.is_done = True
+        schedule = self._run.schedule
+        if self._ranks.world_size == 1 or (schedule is not None and schedule.ends_next(scope)):
+            self._uses.end(scope)
 
     def keep_gathered(self, chunk: ChunkT) -> None:
         """Note that a chunk is in use, and not idle."""
@@ -282,18 +365,18 @@ class Course(Generic[ChunkT]):
     def _release_or_keep(self, chunks: Iterable[ChunkT]) -> None:
         schedule = self._run.schedule
         for chunk in chunks:
-            if self._holds or schedule is None or not schedule.has_plan or schedule.keeps(chunk):
+            if self._holds or schedule is None or not schedule.has_plan or schedule.keeps(chunk, before=self._is_late):
                 self._idle[chunk] = None
             else:
                 self._store.release(chunk)
 
-    def _gather(self, chunks: tuple[ChunkT, ...], prefetch: tuple[ChunkT, ...]) -> None:
+    def _gather(self, chunks: tuple[ChunkT, ...]) -> None:
         schedule = self._run.schedule
         for chunk in [] if self._holds else [idle for idle in self._idle if idle not in chunks]:
             if schedule is None or not schedule.keeps(chunk):
                 self._store.release(chunk)
                 del self._idle[chunk]
-        self._start_gathers(chunks, prefetch)
+        self._start_gathers(chunks, ())
 
     @property
     def _holds(self) -> bool:
@@ -317,7 +400,7 @@ class Course(Generic[ChunkT]):
         That is safe, for backward enters such a scope once more and gathers again; it costs those gathers.
         """
         self._release_idle(chunks)
-        while not self._store.has_room(chunks) and self._give_back():
+        while not self._store.has_room(chunks) and self._uses.give_back():
             self._release_idle(chunks)
 
     def _release_idle(self, chunks: tuple[ChunkT, ...]) -> None:
@@ -331,68 +414,102 @@ class Course(Generic[ChunkT]):
         """Enter in backward what this rank does not need but others may: all that the plan has before ``key``."""
         schedule = self._run.schedule
         if schedule is not None:
-            for (scope, phase), due in schedule.skip_to(key):
-                if self._debug and phase == "backward" and scope.last_call:
+            for scope, phase in schedule.skip_to(key):
+                called = phase == "backward" and scope.last_call > 0
+                if self._debug and called:
                     self._agree(scope, phase)
-                self._gradients.reduce(due)
-                if phase == "backward" and scope.last_call:
-                    self._help(scope)
+                self._help(scope if called else None, schedule.due, schedule.ended, on_course=True)
 
-    def _help(self, scope: Scope) -> None:
-        """Take part in gathering what other ranks need for a scope's backward."""
-        if self._ranks.world_size > 1:
-            chunks = self._needs["backward"][scope.index]
-            self._gather(chunks, ())
-            self._release_or_keep(chunks)
+    def _help(
+        self, scope: Scope | None, due: tuple[ChunkT, ...], ended: tuple[Scope, ...], *, on_course: bool = False
+    ) -> None:
+        """Enter a scope's backward for the sake of other ranks; None for one that no rank can enter in this step."""
+        if scope is None or self._ranks.world_size == 1:
+            self._end(ended)
+            self._gradients.reduce(due)
+        else:
+            self._perform(scope, "backward", due, ended, on_course=on_course)
+            if not scope.in_backward:
+                self._uses.hold(scope)
 
-    def _agree(self, scope: Scope, phase: Phase) -> tuple[ChunkT, ...]:
-        """Return, once all ranks enter the same scope, the chunks that are complete on all of them.
+    def _agree(self, scope: Scope, phase: Phase) -> tuple[tuple[ChunkT, ...], tuple[Scope, ...]]:
+        """Let all ranks come to the same entry.
+
+        Ranks may enter other scopes in backward than this one, for their losses may follow from other results of the
+        same modules. Then all first take part in the one that was called last in forward, as backward would.
+
+        Returns:
+            The chunks that are complete on all ranks, and the scopes whose backward is over on all.
 
         Raises:
             ZeroDDPError: they enter different scopes in forward; every rank raises.
         """
         code = 2 * scope.index + (phase == "backward")
         while True:
-            everyones = self._ranks.exchange([code, *self._gradients.complete])
+            everyones = self._tell(code, [*self._gradients.complete, *self._held()])
+            ended = self._over(everyones)
             leader = self._leader([numbers[0] for numbers in everyones])
             if leader is None:
-                return self._gradients.complete_on_all([numbers[1:] for numbers in everyones])
+                return self._gradients.complete_on_all([numbers[2:] for numbers in everyones]), ended
             if leader is scope:
-                return ()
-            self._take_part(leader)
+                return (), ended
+            self._take_part(leader, ended)
 
     def _agree_on_end(self, remains: Sequence[int]) -> list[list[int]]:
         """Return what is left on every rank, once all ranks are at the end of the pass."""
         while True:
-            everyones = self._ranks.exchange([_END, *remains])
+            everyones = self._tell(_END, remains)
             leader = self._leader([numbers[0] for numbers in everyones])
             if leader is None:
-                return [numbers[1:] for numbers in everyones]
-            self._take_part(leader)
+                return [numbers[2:] for numbers in everyones]
+            self._take_part(leader, self._over(everyones))
 
-    def _take_part(self, scope: Scope) -> None:
+    def _tell(self, code: int, facts: Sequence[int]) -> list[list[int]]:
+        """Exchange where this rank is and what it knows; where ranks are apart, leave the plan for this step.
+
+        What ranks tell has one length: a rank may be at the end of backward while others are at an entry.
+        """
+        schedule = self._run.schedule
+        position = -1 if schedule is None else schedule.position
+        everyones = self._ranks.exchange([code, position, *facts, *[0] * (self._num_facts - len(facts))])
+        if schedule is not None and len({tuple(numbers[:2]) for numbers in everyones}) > 1:
+            self._run.schedule = None
+            self._release_idle(())
+        return everyones
+
+    def _held(self) -> list[int]:
+        return to_numbers((scope.in_backward and not scope.is_done for scope in self._scopes), self._scopes)
+
+    def _over(self, everyones: Sequence[Sequence[int]]) -> tuple[Scope, ...]:
+        """Return the scopes in backward that are over on every rank; at the end, a rank needs none."""
+        last = self._first_held + length(self._scopes)
+        needed = [numbers[self._first_held : last] for numbers in everyones if numbers[0] != _END]
+        held = set(chosen(self._scopes, map(any_of, zip(*needed, strict=True)))) if needed else set()
+        return tuple(scope for scope in self._scopes if scope.in_backward and scope not in held)
+
+    def _take_part(self, scope: Scope, ended: tuple[Scope, ...]) -> None:
         if self._run.recording is not None:
-            self._run.recording.append(_Recorded((scope, "backward"), ()))
-        self._help(scope)
+            self._run.recording.append(_Recorded((scope, "backward"), (), ended))
+        self._help(scope, (), ended)
 
     def _leader(self, codes: Sequence[int]) -> Scope | None:
         """Return the scope that all ranks enter first, or None if they are at the same."""
         if len(set(codes)) == 1:
             return None
-        if not all(code % 2 for code in codes):  # of a forward
+        if _LOCAL in codes or not all(code % 2 for code in codes):  # of a forward
             raise ZeroDDPError(self._diverged(codes))
         entered = {self._scopes[code // 2]: None for code in codes if code != _END}
         return max(entered, key=lambda scope: scope.last_call)
 
     def _diverged(self, codes: Sequence[int]) -> str:
         places = [
-            f"rank {rank} came to the end"
-            if code == _END
+            f"rank {rank} {_WORDS[code]}"
+            if code in _WORDS
             else f"rank {rank} {self._scopes[code // 2].name or 'the model'!r} in {('forward', 'backward')[code % 2]}"
             for rank, code in enumerate(codes)
         ]
         return (
-            f"The ranks entered different modules: {', '.join(places)}. Every rank must call the same modules in the "
+            f"The ranks are at different places: {', '.join(places)}. Every rank must call the same modules in the "
             "same order, for each gathers the parameters with all others. Name a module that chooses among its "
             "children by its data (a mixture of experts, say) in leaf_modules: it is gathered as one."
         )

@@ -110,7 +110,7 @@ class Engine(Generic[ChunkT]):
             ranks,
             self._gradients,
             list(self._scopes.values()),
-            _weak(self._give_back),
+            weakref.proxy(self),
             scatter_after_inference=scatter_after_inference,
             debug=debug,
         )
@@ -143,9 +143,15 @@ class Engine(Generic[ChunkT]):
         finally:
             self._announced = False
 
+    def forget_gradients(self) -> None:
+        """Hear that the store's gradients were dropped: no parameter has one any more."""
+        if not self._in_backward:
+            self._gradients.forget()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backwards keep their gradients on this rank, for the next backward outside to add to and reduce."""
+        self._course.agree_on_no_sync()
         reduces, self._reduces = self._reduces, False
         try:
             yield
@@ -241,6 +247,8 @@ class Engine(Generic[ChunkT]):
             self._store.end_use(params, in_backward=False)
         if torch.is_grad_enabled() and output is not None:
             self._hook_outputs(use, args, kwargs, tensors)
+        elif scope.expects:  # re-entrant checkpoints call it without gradients, and again in backward
+            scope.reaches_backward = True
         if scope.is_root and not recompute and not self._stack:
             self._stop_watching()
             self._course.finish_pass(failed=output is None)
@@ -337,7 +345,7 @@ class Engine(Generic[ChunkT]):
                     nodes.pop(node, None)
         if not nodes or not (scope.params or scope.is_root):
             return
-        scope.reaches_backward = bool(scope.params)
+        scope.reaches_backward = scope.reaches_backward or bool(scope.params)
         call: Call | None = None
         if scope.watches_inputs:
             call = Call(scope)
@@ -365,6 +373,7 @@ class Engine(Generic[ChunkT]):
         if call is not None and call.inputs_left > 0:
             scope.calls.add(call)
         self._recomputed.pop(scope, None)
+        scope.is_done = False  # it may have been held for another rank, or for another call
         if not scope.in_backward and scope.params:
             params = scope.params if scope.value_in_backward else ()
             self._course.enter(scope, "backward", params)
@@ -383,7 +392,7 @@ class Engine(Generic[ChunkT]):
             self._store.end_use(begun, in_backward=True)
             self._course.leave(scope, "forward")
             begun = ()
-        scope.in_backward = True
+        scope.in_backward, scope.is_done = True, False
         scope.waiting = set(scope.expects)
         self._active[scope] = tuple(begun)
 
@@ -392,9 +401,17 @@ class Engine(Generic[ChunkT]):
         if call.inputs_left == 0:
             call.scope.calls.discard(call)
             if call.scope.in_backward and call.scope.is_over:
-                self._end_scope_backward(call.scope)
+                self._course.done(call.scope)
 
-    def _end_scope_backward(self, scope: Scope) -> None:
+    def hold(self, scope: Scope) -> None:
+        """See `BackwardUses`."""
+        params = scope.params if scope.value_in_backward else ()
+        self._store.begin_use(params)
+        self._start_scope_backward(scope, begun=params)
+        scope.is_done = True
+
+    def end(self, scope: Scope) -> None:
+        """See `BackwardUses`."""
         scope.in_backward = False
         scope.waiting.clear()
         self._recomputed.pop(scope, None)
@@ -402,11 +419,11 @@ class Engine(Generic[ChunkT]):
         self._store.end_use(params, in_backward=True)
         self._course.leave(scope, "backward")
 
-    def _give_back(self) -> bool:
+    def give_back(self) -> bool:
         """End the use of a scope that recompute has gathered for its backward, which will gather again."""
         if not self._recomputed:
             return False
-        self._end_scope_backward(next(iter(self._recomputed)))
+        self.end(next(iter(self._recomputed)))
         return True
 
     def _on_gradient(self, slot: Slot[ChunkT], gradient: Tensor) -> None:
@@ -416,7 +433,7 @@ class Engine(Generic[ChunkT]):
         for scope in slot.users:
             scope.waiting.discard(id(slot.param))
             if scope.in_backward and scope.is_over:
-                self._end_scope_backward(scope)
+                self._course.done(scope)
         self._gradients.take(slot, gradient)
 
     def _refuse_second_derivatives(self) -> None:
@@ -441,6 +458,7 @@ class Engine(Generic[ChunkT]):
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _finish_backward(self) -> None:
+        self._course.finish_backward()
         for scope in self._active:
             scope.in_backward = False
             scope.waiting.clear()
@@ -448,7 +466,6 @@ class Engine(Generic[ChunkT]):
             scope.calls.clear()
         self._active.clear()
         self._recomputed.clear()
-        self._course.finish_backward()
         self._in_backward = False
         self._uncompiled.release()
 

@@ -107,41 +107,36 @@ class Gradients(Generic[ChunkT]):
                 if not self._keeps_local:
                     self._store.start_reduce(chunk)
 
-    # What ranks tell each other at an entry of a module has the length of what they tell at the end of backward: a rank
-    # may be at the one while others are at the other.
-
     @property
     def complete(self) -> list[int]:
         """Which chunks have all gradients on this rank and wait to be reduced, in numbers that ranks exchange."""
-        numbers = _to_numbers(
-            (chunk in self._complete for chunk in self._chunks) if self._complete else (), self._chunks
-        )
-        return numbers + [0] * _length(self.slots)
+        return to_numbers((chunk in self._complete for chunk in self._chunks) if self._complete else (), self._chunks)
 
-    def complete_on_all(self, everyones: Sequence[Sequence[int]]) -> tuple[ChunkT, ...]:
-        """Return the chunks that are complete on every rank, from every rank's `complete`."""
+    def complete_on_all(self, everyones: Iterable[Sequence[int]]) -> tuple[ChunkT, ...]:
+        """Return the chunks that are complete on every rank, from what begins with every rank's `complete`."""
         columns = list(zip(*everyones, strict=True))
-        return tuple(_chosen(self._chunks, map(_all, columns[: _length(self._chunks)])))
+        return tuple(chosen(self._chunks, map(_all, columns[: length(self._chunks)])))
 
     @property
     def remains(self) -> list[int]:
-        """Which chunks were reduced too early, and which parameters have no gradient, in the same form."""
-        late = _to_numbers((chunk in self._late for chunk in self._chunks), self._chunks)
-        return late + _to_numbers((not slot.arrived for slot in self.slots), self.slots)
+        """Which chunks were reduced too early, and which parameters have no gradient, in such numbers."""
+        late = to_numbers((chunk in self._late for chunk in self._chunks), self._chunks)
+        return late + to_numbers((not slot.arrived for slot in self.slots), self.slots)
 
     def finish(self, everyones: Sequence[Sequence[int]]) -> set[ChunkT]:
         """Reduce what is left and let the store finish.
 
         Args:
-            everyones: every rank's `remains`.
+            everyones: what begins with every rank's `remains`.
 
         Returns:
             Chunks that were reduced before their last gradient had come, on any rank.
         """
         columns = list(zip(*everyones, strict=True))
-        split = _length(self._chunks)
-        late = dict.fromkeys(_chosen(self._chunks, map(_any, columns[:split])))
-        unused = {slot.param for slot in _chosen(self.slots, map(_all, columns[split:]))}
+        split = length(self._chunks)
+        columns = columns[: split + length(self.slots)]
+        late = dict.fromkeys(chosen(self._chunks, map(any_of, columns[:split])))
+        unused = {slot.param for slot in chosen(self.slots, map(_all, columns[split:]))}
         if self._keeps_local:
             self._store.finish_backward(keep_local=True)
         else:
@@ -152,13 +147,14 @@ class Gradients(Generic[ChunkT]):
         return set(late)
 
 
-def _length(items: Sequence[object]) -> int:
+def length(items: Sequence[object]) -> int:
+    """Return how many numbers hold a flag for each item."""
     return -(-len(items) // _BITS)
 
 
-def _to_numbers(flags: Iterable[bool], items: Sequence[object]) -> list[int]:
+def to_numbers(flags: Iterable[bool], items: Sequence[object]) -> list[int]:
     """Pack a flag for each item into numbers; missing ones are False."""
-    numbers = [0] * _length(items)
+    numbers = [0] * length(items)
     for index, flag in enumerate(flags):
         if flag:
             numbers[index // _BITS] |= 1 << index % _BITS
@@ -168,7 +164,7 @@ def _to_numbers(flags: Iterable[bool], items: Sequence[object]) -> list[int]:
 _ItemT = TypeVar("_ItemT")
 
 
-def _chosen(items: Sequence[_ItemT], numbers: Iterable[int]) -> Iterable[_ItemT]:
+def chosen(items: Sequence[_ItemT], numbers: Iterable[int]) -> Iterable[_ItemT]:
     """Yield the items whose flags are set."""
     for place, number in enumerate(numbers):
         while number:
@@ -184,7 +180,8 @@ def _all(numbers: Iterable[int]) -> int:
     return first
 
 
-def _any(numbers: Iterable[int]) -> int:
+def any_of(numbers: Iterable[int]) -> int:
+    """Return the flags that are set in any of the numbers."""
     first, *others = numbers
     for number in others:
         first |= number

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from gemini_ddp._scopes import Scope
 from gemini_ddp.interfaces import Phase, Plan
 
 ChunkT = TypeVar("ChunkT", bound=Hashable)
@@ -36,6 +37,7 @@ class Schedule(Generic[KeyT, ChunkT]):
         trace: the trace.
         plan: one step for each access; None gathers on demand.
         due: for each access, the chunks that were complete on every rank when it began.
+        ended: for each access, whose backward was over on every rank when it began.
 
     Attributes:
         has_plan: whether there is a plan, or only a trace.
@@ -51,6 +53,7 @@ class Schedule(Generic[KeyT, ChunkT]):
         trace: RecordedTrace[ChunkT],
         plan: Plan[ChunkT] | None,
         due: Sequence[tuple[ChunkT, ...]],
+        ended: Sequence[tuple[Scope, ...]],
     ) -> None:
         if plan is not None and len(plan.steps) != len(trace.accesses):
             raise ValueError(f"The plan has {len(plan.steps)} steps for {len(trace.accesses)} accesses.")
@@ -58,6 +61,7 @@ class Schedule(Generic[KeyT, ChunkT]):
         self.deviations = 0
         self._keys = list(keys)
         self._due = list(due)
+        self._ended = list(ended)
         self._places: dict[KeyT, list[int]] = {}
         for index, key in enumerate(keys):
             self._places.setdefault(key, []).append(index)
@@ -80,11 +84,11 @@ class Schedule(Generic[KeyT, ChunkT]):
         self._cursor = -1
         self._on_course = True
 
-    def skip_to(self, key: KeyT | None) -> Iterator[tuple[KeyT, tuple[ChunkT, ...]]]:
+    def skip_to(self, key: KeyT | None) -> Iterator[KeyT]:
         """Move to just before the next access of ``key`` ahead, where there is one, or to the end if it is None.
 
         Yields:
-            Each access that is skipped, and the chunks to reduce there.
+            Each access that is skipped, when the position is there.
         """
         target = len(self._keys)
         if key is not None:
@@ -94,7 +98,10 @@ class Schedule(Generic[KeyT, ChunkT]):
         while self._cursor + 1 < target:
             self._cursor += 1
             self.deviations += 1
-            yield self._keys[self._cursor], self._due[self._cursor]
+            yield self._keys[self._cursor]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
 
     def follows(self, key: KeyT) -> bool:
         """Move to the next access if that is one of ``key``; return whether it is."""
@@ -127,10 +134,25 @@ class Schedule(Generic[KeyT, ChunkT]):
         return self._drops[self._cursor]
 
     @property
+    def position(self) -> int:
+        """The place of the current access in the trace."""
+        return self._cursor
+
+    @property
+    def ended(self) -> tuple[Scope, ...]:
+        """Whose backward is over at the current position."""
+        return self._ended[self._cursor]
+
+    def ends_next(self, scope: Scope) -> bool:
+        """Whether a scope's backward is over at the next position."""
+        return self._on_course and self._cursor + 1 < len(self._keys) and scope in self._ended[self._cursor + 1]
+
+    @property
     def due(self) -> tuple[ChunkT, ...]:
         """The chunks to reduce at the current position."""
         return self._due[self._cursor]
 
-    def keeps(self, chunk: ChunkT) -> bool:
-        """Whether an idle chunk stays gathered at the current position."""
-        return self._on_course and self._cursor >= 0 and chunk in self._resident[self._cursor]
+    def keeps(self, chunk: ChunkT, *, before: bool = False) -> bool:
+        """Whether an idle chunk stays gathered at the current position, or the one before."""
+        position = self._cursor - before
+        return self._on_course and position >= 0 and chunk in self._resident[position]

@@ -30,9 +30,13 @@ class Scope:
         borrows: whether it was seen to use a parameter of another module.
         cover: the scope of a module around it that has all of its parameters. [Note: Covers].
         depth: calls of it that are under way in forward or recompute.
+        is_simple: whether there is no module within it.
         is_leaf: whether it stands for all modules within it, of which a call may use any.
         expects: ids of the parameters that get a gradient.
         waiting: ids of those whose gradient has not come in this backward.
+        in_backward: whether its parameters are in use for its backward.
+        is_done: whether nothing of that backward is left to come on this rank.
+        num_calls: how often forward called it in this step.
         last_call: when forward called it last in this step, counted in calls; 0 if it did not.
         reaches_backward: whether backward may enter a call of this step.
         hides_outputs: whether backward was seen to reach its operations other than through what it returns.
@@ -45,6 +49,7 @@ class Scope:
     value_in_backward: bool
     shares: bool
     is_leaf: bool = False
+    is_simple: bool = False
     cover: Scope | None = None
     depth: int = 0
     borrows: bool = False
@@ -56,6 +61,8 @@ class Scope:
     waiting: set[int] = field(default_factory=set)
     calls: set[Call] = field(default_factory=set)
     in_backward: bool = False
+    is_done: bool = False
+    num_calls: int = 0
     last_call: int = 0
     reaches_backward: bool = False
 
@@ -161,6 +168,7 @@ def find_scopes(
             value_in_backward=not _is_plain_embedding(child),
             shares=shared and _is_plain(child, nn.Linear),
             is_leaf=name in leaves,
+            is_simple=next(child.children(), None) is None,
         )
     _add_covers(module, scopes, chunk_of)
     return scopes
@@ -210,7 +218,8 @@ def _find_leaves(named: Mapping[str, nn.Module], leaf_modules: Collection[type[n
     if missing:
         raise ValueError(f"leaf_modules names {missing}, but the model has no such modules.")
     for name in found:
-        if isinstance(named[name], (nn.ModuleList, nn.ModuleDict)):
+        inner = any(name != other and name.startswith(f"{other}." if other else "") for other in found)
+        if isinstance(named[name], (nn.ModuleList, nn.ModuleDict)) and not inner:
             raise ValueError(
                 f"leaf_modules names {name!r}, a {type(named[name]).__name__}, which nobody calls. Name the module "
                 "that calls what is in it."
