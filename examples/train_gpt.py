@@ -91,10 +91,6 @@ def parse_arguments() -> tuple[argparse.Namespace, GeminiPlugin]:
     if args.placement_policy == "auto" and given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
         parser.error(f"{options}: fractions are for --placement-policy static; auto finds its own by the capacities.")
-    if given.get("offload_param_frac", 0) > 0 and (
-        given.get("shard_param_frac", 1) != 1 or given.get("offload_optim_frac") != 1
-    ):
-        parser.error("--offload-param-frac acts only with --shard-param-frac 1 and --offload-optim-frac 1.")
     size = SIZES[args.model]
     args.lr = size.lr if args.lr is None else args.lr
     try:

@@ -103,7 +103,6 @@ def test_train_gpt_says_when_the_text_is_too_short(tmp_path: Path) -> None:
     [
         (("--precision", "fp8"), "invalid choice: 'fp8'"),
         (("--placement-policy", "auto", "--shard-param-frac", "0.5"), "--shard-param-frac: fractions are for"),
-        (("--offload-param-frac", "1"), "acts only with --shard-param-frac 1 and --offload-optim-frac 1"),
         (("--text", "absent.txt"), "absent.txt is not a file"),
         (("--steps", "0"), "at least 1"),
     ],

@@ -39,6 +39,7 @@ def _rank(
         timeout=timedelta(seconds=timeout_s / 2),  # the collective's error comes before the kill
     )
     try:
+        dist.barrier()  # a rank that is done at once must not leave while others still connect
         result = body(rank, world_size, *args)
         Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
     finally:
