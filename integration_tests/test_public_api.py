@@ -43,6 +43,7 @@ DECIDED_BEFORE = {
     "ZeroDDP.named_buffers",
     "ZeroDDP.named_parameters",
     "GeminiDDP.zero_grad",
+    "GeminiOptimizer.zero_grad",
     "ZeroDDP.zero_grad",
     "ZeroOptimizer.zero_grad",
     "ZeroDDP.forward",
