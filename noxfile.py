@@ -199,6 +199,15 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def micro(session: nox.Session) -> None:
+    """Measure the parts: chunks and collectives against the bare operations, and the host's work per module."""
+    place = whole_stack(session, "bench", beside="bench")
+    support = str(ROOT / "integration_tests" / "support")
+    for script in ("bench_chunk.py", "bench_collectives.py", "bench_overhead.py"):
+        run(session, place, "python", f"integration_tests/benchmarks/{script}", **COMPUTE, PYTHONPATH=support)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check format and style, and that no package but the booster imports another."""
     place = environment(session, "lint", group("lint"))

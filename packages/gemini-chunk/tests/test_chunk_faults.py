@@ -287,31 +287,24 @@ def test_a_use_that_does_not_fit_leaves_nothing_in_use_and_nothing_gathered() ->
     assert [chunk.users for chunk in manager] == [0, 0, 0]
 
 
-def test_a_gradient_that_finds_its_tier_full_waits_until_there_is_room() -> None:
-    params = parameters()
-    manager = ChunkManager(device=device_tier("cpu"), host=host_tier(capacity=72))
-    (chunk,) = manager.register(named(params), 18, rest="host")
-    with pytest.raises(TierFullError, match="chunk 0 gradient"):
-        take_ones(manager, params)
-    manager.tiers["host"].capacity = None
-    manager.finish_backward()
-    assert chunk.gradient is not None
-    assert torch.equal(chunk.gradient, torch.ones(18))
-    chunk.discard()
-    assert used(manager) == {"device": 0, "host": 72}
-
-
 def check_full_after_reduction(rank: int, world_size: int) -> None:
+    shard_bytes = 72 // world_size
     params = parameters()
-    manager = ChunkManager(device=device_tier("cpu"), host=host_tier(capacity=36))
+    manager = ChunkManager(device=device_tier("cpu"), host=host_tier(capacity=shard_bytes))
     (chunk,) = manager.register(named(params), 18, rest="host")
     with pytest.raises(TierFullError, match="chunk 0 gradient"):
         take_ones(manager, params)
     manager.tiers["host"].capacity = None
     manager.finish_backward()
     assert chunk.gradient is not None
-    assert torch.equal(chunk.gradient, torch.ones(9))
-    assert used(manager) == {"device": 0, "host": 72}
+    assert torch.equal(chunk.gradient, torch.ones(18 // world_size))
+    assert used(manager) == {"device": 0, "host": 2 * shard_bytes}
+    chunk.discard()
+    assert used(manager) == {"device": 0, "host": shard_bytes}
+
+
+def test_a_gradient_that_finds_its_tier_full_waits_until_there_is_room() -> None:
+    check_full_after_reduction(0, 1)
 
 
 @pytest.mark.distributed
