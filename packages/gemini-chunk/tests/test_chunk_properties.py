@@ -267,8 +267,8 @@ class ChunkMachine(RuleBasedStateMachine):
         mean = torch.stack(grads).sum(0) / self.world_size
         self.happen(
             lambda: model.take(tensor, mean),
-            lambda chunk, rank: chunk.take_gradient(
-                chunk.tensors[tensor], grads[rank].to(chunk.dtype), self.pools[rank]
+            lambda chunk, rank: chunk.take_gradients(
+                [(chunk.tensors[tensor], grads[rank].to(chunk.dtype))], self.pools[rank]
             ),
             chunk=at,
         )
@@ -326,7 +326,7 @@ class ChunkMachine(RuleBasedStateMachine):
                 chunk.close()
             if chunk.trainable:
                 with pytest.raises(ValueError, match="its gradient has"):
-                    chunk.take_gradient(info, torch.zeros(11), self.pools[rank])
+                    chunk.take_gradients([(info, torch.zeros(11))], self.pools[rank])
 
     # -- what holds after each event ----------------------------------------------------------------------------------
 

@@ -509,29 +509,30 @@ class Chunk(UsedLayout):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def take_gradient(self, info: TensorInfo, gradient: Tensor, pool: BufferPool) -> bool:
-        """Add one tensor's local gradient, divided by the world size, to the gradient buffer.
+    @torch.no_grad()
+    def take_gradients(self, gradients: Sequence[tuple[TensorInfo, Tensor]], pool: BufferPool) -> bool:
+        """Add local gradients of tensors, divided by the world size, to the gradient buffer.
 
         Args:
-            info: the tensor; its state becomes READY_FOR_REDUCE.
-            gradient: shape of the tensor.
+            gradients: tensors with their gradients, each of the tensor's shape; the tensors become READY_FOR_REDUCE.
             pool: lends the buffer.
 
         Returns:
             Whether every tensor of the chunk has its gradient now.
 
         Raises:
-            ValueError: the gradient has another shape, or is complex where the tensor is not.
+            ValueError: a gradient has another shape, or is complex where the tensor is not. None is taken.
             ChunkError: the chunk is frozen, or its last reduction failed.
             TierFullError: there is no room for a buffer.
         """
         self._need_trainable()
-        if gradient.shape != info.shape or (gradient.is_complex() and not self.dtype.is_complex):
-            raise ValueError(
-                f"{info.name!r} has shape {tuple(info.shape)} and dtype {self.dtype}; its gradient has "
-                f"{tuple(gradient.shape)} and {gradient.dtype}."
-            )
-        return self._reduction.take(info, gradient, pool)
+        for info, gradient in gradients:
+            if gradient.shape != info.shape or (gradient.is_complex() and not self.dtype.is_complex):
+                raise ValueError(
+                    f"{info.name!r} has shape {tuple(info.shape)} and dtype {self.dtype}; its gradient has "
+                    f"{tuple(gradient.shape)} and {gradient.dtype}."
+                )
+        return self._reduction.take(gradients, pool)
 
     def note_gradients(self, infos: Iterable[TensorInfo]) -> None:
         """Note that some rank gave a gradient of these tensors in this backward."""

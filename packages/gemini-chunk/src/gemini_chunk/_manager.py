@@ -298,6 +298,13 @@ class ChunkManager:
             raise KeyError(f"A tensor of shape {tuple(tensor.shape)} is not managed here; register it first.")
         return entry
 
+    def _entries(self, tensors: Iterable[Tensor]) -> list[tuple[Chunk, TensorInfo]]:
+        tensors = tuple(tensors)
+        try:
+            return [self._chunk_of[id(tensor)] for tensor in tensors]
+        except KeyError:
+            return [self._entry(tensor) for tensor in tensors]  # raises, and says for which
+
     # -- gathering ----------------------------------------------------------------------------------------------------
 
     def gather(self, chunk: Chunk | Tensor) -> None:
@@ -391,7 +398,7 @@ class ChunkManager:
             TierFullError: the compute device has no room. Here and after any other error nothing is in use that was
                 not, and nothing gathered.
         """
-        entries = [self._entry(tensor) for tensor in tensors]
+        entries = self._entries(tensors)
         missing = [chunk for chunk, _ in entries if not chunk.is_gathered]
         try:
             for chunk in missing:
@@ -415,7 +422,7 @@ class ChunkManager:
             ChunkError: a tensor is not in use; the others' uses end. In debug mode also if values changed between
                 forward and backward.
         """
-        entries = [self._entry(tensor) for tensor in tensors]
+        entries = self._entries(tensors)
         failed: ChunkError | None = None
         for chunk, info in entries:
             try:
@@ -432,7 +439,20 @@ class ChunkManager:
             Whether every tensor of the chunk has a gradient now: `start_reduce` may follow, on all ranks or on none.
         """
         chunk, info = self._entry(tensor)
-        return chunk.take_gradient(info, gradient, self._buffers)
+        return chunk.take_gradients([(info, gradient)], self._buffers)
+
+    def take_gradients(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take local gradients of several tensors: many small ones take less time together.
+
+        Args:
+            gradients: pairs of a managed tensor and a gradient of its shape; parts of one gradient add up.
+        """
+        by_chunk: dict[Chunk, list[tuple[TensorInfo, Tensor]]] = {}
+        for tensor, gradient in gradients:
+            chunk, info = self._entry(tensor)
+            by_chunk.setdefault(chunk, []).append((info, gradient))
+        for chunk, taken in by_chunk.items():
+            chunk.take_gradients(taken, self._buffers)
 
     def start_reduce(self, chunk: Chunk | Tensor) -> Handle:
         """Start to average a chunk's gradients over the ranks; every rank calls it for the same chunks in one order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
@@ -16,6 +17,9 @@ from gemini_chunk._tiers import Tier, fill_with_poison
 
 if TYPE_CHECKING:
     from gemini_chunk._chunk import Chunk
+
+# Multiplied while they are copied. Smaller ones, still in the cache, are multiplied where they were copied to, together.
+_LARGE_BYTES = 2**16
 
 
 class BufferPool(Protocol):
@@ -57,6 +61,7 @@ class Reduction:
         self._chunk = chunk
         self._result_tier: Tier | None = None
         self._buffer: Tensor | None = None
+        self._parts: dict[TensorInfo, Tensor] = {}
         self._pool: BufferPool | None = None
         self._num_ready = 0
         self._running: Handle | None = None
@@ -68,35 +73,43 @@ class Reduction:
         """Whether gradients of this rank wait for a reduction that has not started."""
         return self._buffer is not None and self._running is None
 
-    def take(self, info: TensorInfo, gradient: Tensor, pool: BufferPool) -> bool:
-        """See `Chunk.take_gradient`."""
-        if torch.is_grad_enabled():  # hooks of backward, thousands in a step, run without
-            with torch.no_grad():
-                return self.take(info, gradient, pool)
-        chunk = self._chunk
-        buffer = self._buffer_from(pool)
-        part = buffer.as_strided(info.shape, info.view.stride(), buffer.storage_offset() + info.offset)
-        if gradient.layout != torch.strided:
-            gradient = gradient.to_dense()
-        if info.state is TensorState.READY_FOR_REDUCE:
-            part.add_(gradient, alpha=1 / chunk.world_size)
-        elif chunk.world_size == 1 or part.dtype != gradient.dtype:
-            part.copy_(gradient)
-            if chunk.world_size > 1:
-                part.mul_(1 / chunk.world_size)
-        else:
-            torch.mul(gradient, 1 / chunk.world_size, out=part)
-        if info.state is not TensorState.READY_FOR_REDUCE:
+    def take(self, gradients: Iterable[tuple[TensorInfo, Tensor]], pool: BufferPool) -> bool:
+        """See `Chunk.take_gradients`."""
+        self._buffer_from(pool)
+        share = 1 / self._chunk.world_size
+        parts, first = [], []
+        others: list[tuple[Tensor, Tensor]] = []
+        for info, gradient in gradients:
+            if gradient.layout != torch.strided:
+                gradient = gradient.to_dense()
+            part = self._parts[info]
+            if info.state is TensorState.READY_FOR_REDUCE:
+                others.append((part, gradient))
+                continue
             info.state = TensorState.READY_FOR_REDUCE  # legal from all others, by way of those between
             self._num_ready += 1
-        return self._num_ready == len(chunk.tensors)
+            if gradient.nbytes >= _LARGE_BYTES and share != 1 and part.dtype == gradient.dtype:
+                torch.mul(gradient, share, out=part)
+            else:
+                parts.append(part)
+                first.append(gradient)
+        if parts:
+            torch._foreach_copy_(parts, first)
+            if share != 1:
+                torch._foreach_mul_(parts, share)
+        for part, gradient in others:
+            part.add_(gradient, alpha=share)
+        return self._num_ready == len(self._chunk.tensors)
 
     def _buffer_from(self, pool: BufferPool) -> Tensor:
         if self._running is not None:
             self.wait()
         if self._buffer is None:
-            self._buffer, self._pool = pool.take(self._chunk.numel, self._chunk.reduce_dtype), pool
-            if self._chunk._device.poisons:
+            chunk = self._chunk
+            self._buffer, self._pool = pool.take(chunk.numel, chunk.reduce_dtype), pool
+            parts = self._buffer.narrow(0, 0, chunk.used_numel).split([info.numel for info in chunk.tensors])
+            self._parts = {info: part.view(info.shape) for info, part in zip(chunk.tensors, parts, strict=True)}
+            if chunk._device.poisons:
                 fill_with_poison(self._buffer)
         return self._buffer
 
@@ -115,7 +128,7 @@ class Reduction:
             if self._settle(travelling) or not chunk.shard_numel:
                 self._return_buffer()
             else:
-                self._buffer = None
+                self._buffer, self._parts = None, {}
             self._finish_states()
             return Done()
         self._target = self._choose_target(pool)
@@ -241,6 +254,7 @@ class Reduction:
 
     def _return_buffer(self) -> None:
         buffer, self._buffer = self._buffer, None
+        self._parts = {}
         if buffer is not None:
             assert self._pool is not None
             if self._chunk._device.poisons:

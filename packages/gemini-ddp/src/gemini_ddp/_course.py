@@ -187,6 +187,8 @@ class Course(Generic[ChunkT]):
         """Reduce what is left, bring all chunks to rest, and plan the next step if this one was recorded."""
         try:
             self._go_along(None)
+            if self._run.schedule is not None:
+                self._gradients.begin_to_finish()
             late = self._gradients.finish(self._agree_on_end(self._gradients.remains))
             self._idle.clear()
             self._finish_run(late)
@@ -298,6 +300,12 @@ class Course(Generic[ChunkT]):
             scope.num_calls += 1
             scope.last_call = self._calls
         on_course = schedule is not None and schedule.follows(key)
+        if on_course and schedule is not None and schedule.is_quiet and not self._debug:
+            chunks, idle = self._needs[phase][scope.index], self._idle
+            if all(chunk in idle for chunk in chunks):
+                for chunk in chunks:
+                    del idle[chunk]
+                return
         if not on_course:
             if phase == "backward":
                 self._go_along(key)

@@ -176,11 +176,11 @@ class Engine(Generic[ChunkT]):
         reference = weakref.ref(self)
 
         def before(called: nn.Module, _: tuple[object, ...]) -> None:
-            if (engine := reference()) is not None:
+            if not scope.is_covered and (engine := reference()) is not None:
                 engine._enter(scope, called)
 
         def after(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-            if (engine := reference()) is not None:
+            if scope.depth and (engine := reference()) is not None:
                 engine._leave(scope, args, kwargs, output)
 
         yield module.register_forward_pre_hook(not_compiled(before), prepend=True)
@@ -191,15 +191,14 @@ class Engine(Generic[ChunkT]):
         reference = weakref.ref(self)
 
         def take(param: Tensor) -> None:
-            gradient, param.grad = param.grad, None
+            gradient = param.grad
             if gradient is not None and (engine := reference()) is not None:
+                param.grad = None
                 engine._on_gradient(engine._gradients.slots[index], gradient)
 
         return not_compiled(take)
 
     def _enter(self, scope: Scope, module: nn.Module) -> None:
-        if scope.is_covered:
-            return
         recompute = _in_autograd()
         if scope.is_root and not recompute and (self._in_backward or not self._stack):
             self._start_pass(module.training)
@@ -221,7 +220,7 @@ class Engine(Generic[ChunkT]):
 
     def _leave(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         if not self._stack or self._stack[-1].scope is not scope:
-            return  # it was passed over, or entering failed: nothing was begun
+            return  # entering failed: nothing was begun
         if self._watch is None:
             self._end(scope, args, kwargs, output)
         else:
@@ -431,8 +430,8 @@ class Engine(Generic[ChunkT]):
             self._refuse_second_derivatives()
             self._start_backward()
         for scope in slot.users:
-            scope.waiting.discard(id(slot.param))
-            if scope.in_backward and scope.is_over:
+            scope.waiting.discard(slot.key)
+            if scope.in_backward and (scope.ends_with_inputs or not scope.waiting) and scope.is_over:
                 self._course.done(scope)
         self._gradients.take(slot, gradient)
 

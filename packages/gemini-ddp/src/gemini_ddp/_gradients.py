@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -15,6 +16,9 @@ ChunkT = TypeVar("ChunkT", bound=Hashable)
 
 _BITS = 62  # of a number that ranks exchange
 
+# Gradients of this many bytes are handed over together: one at a time, small ones cost more than their bytes.
+_HELD_BYTES = 2**20
+
 
 @dataclass(slots=True, eq=False)
 class Slot(Generic[ChunkT]):
@@ -23,6 +27,8 @@ class Slot(Generic[ChunkT]):
     Attributes:
         param: the parameter.
         chunk: its chunk.
+        key: its id, by which scopes expect it.
+        num_bytes: of the gradient.
         users: scopes whose backward waits for the gradient.
         seen: whether the gradient, or a part of it, came in this backward.
         arrived: whether it came since the last backward that was reduced.
@@ -33,6 +39,12 @@ class Slot(Generic[ChunkT]):
     users: list[Scope] = field(default_factory=list)
     seen: bool = False
     arrived: bool = False
+    key: int = field(init=False)
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = id(self.param)
+        self.num_bytes = self.param.numel() * self.param.element_size()
 
 
 class Gradients(Generic[ChunkT]):
@@ -44,7 +56,8 @@ class Gradients(Generic[ChunkT]):
     does, and at that the ranks are alike. Where they follow a plan, it says which chunks to reduce there; elsewhere
     the ranks exchange which chunks are complete and reduce those that are complete on all. What is left is reduced at
     the end of backward, where the ranks also exchange which parameters have no gradient on any of them, and which
-    chunks were reduced before their last gradient had come.
+    chunks were reduced before their last gradient had come. It is reduced in one order, so each rank may begin before
+    it has heard from the others, and go on up to the first chunk that is not complete here: that one they may not have.
 
     Args:
         store: takes the gradients.
@@ -58,6 +71,8 @@ class Gradients(Generic[ChunkT]):
         self._store = store
         self.slots = [Slot(param, store.chunk_of(param)) for param in params if param.requires_grad]
         self._chunks = tuple(dict.fromkeys(slot.chunk for slot in reversed(self.slots)))
+        self._held: list[tuple[Tensor, Tensor]] = []
+        self._held_bytes = 0
         self._missing: dict[ChunkT, int] = {}
         self._complete: set[ChunkT] = set()
         self._reduced: set[ChunkT] = set()
@@ -81,6 +96,8 @@ class Gradients(Generic[ChunkT]):
         for slot in self.slots:
             slot.seen = False
             slot.arrived = slot.arrived and not arrived
+        self._held.clear()
+        self._held_bytes = 0
         self._missing.clear()
         self._complete.clear()
         self._reduced.clear()
@@ -88,7 +105,10 @@ class Gradients(Generic[ChunkT]):
 
     def take(self, slot: Slot[ChunkT], gradient: Tensor) -> None:
         """Take this rank's gradient of a parameter, or a part of it."""
-        self._store.take_gradient(slot.param, gradient)
+        self._held.append((slot.param, gradient))
+        self._held_bytes += slot.num_bytes
+        if self._held_bytes >= _HELD_BYTES:
+            self._hand_over()
         chunk = slot.chunk
         if chunk in self._reduced:
             self._late.add(chunk)
@@ -98,14 +118,25 @@ class Gradients(Generic[ChunkT]):
                 self._complete.add(chunk)
         slot.seen = slot.arrived = True
 
+    def _hand_over(self) -> None:
+        held, self._held, self._held_bytes = self._held, [], 0
+        if held:
+            self._store.take_gradients(held)
+
     def reduce(self, chunks: Iterable[ChunkT]) -> None:
         """Let these chunks be reduced, those that have not been; gradients that did not come count as zero."""
+        self._hand_over()
         for chunk in chunks:
             if chunk not in self._reduced:
                 self._reduced.add(chunk)
                 self._complete.discard(chunk)
                 if not self._keeps_local:
                     self._store.start_reduce(chunk)
+
+    def begin_to_finish(self) -> None:
+        """At the end of backward, let the chunks be reduced that surely will be, up to the first that may not."""
+        left = [chunk for chunk in self._chunks if chunk not in self._reduced]
+        self.reduce(itertools.takewhile(self._complete.__contains__, left))
 
     @property
     def complete(self) -> list[int]:
@@ -132,6 +163,7 @@ class Gradients(Generic[ChunkT]):
         Returns:
             Chunks that were reduced before their last gradient had come, on any rank.
         """
+        self._hand_over()
         columns = list(zip(*everyones, strict=True))
         split = length(self._chunks)
         columns = columns[: split + length(self.slots)]
@@ -140,6 +172,8 @@ class Gradients(Generic[ChunkT]):
         if self._keeps_local:
             self._store.finish_backward(keep_local=True)
         else:
+            used = {slot.chunk for slot in self.slots if slot.param not in unused}
+            self.reduce(chunk for chunk in self._chunks if chunk in used)
             for chunk in late:
                 self._store.start_reduce(chunk)
             self._store.finish_backward(unused)

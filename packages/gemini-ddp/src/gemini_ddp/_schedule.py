@@ -68,12 +68,17 @@ class Schedule(Generic[KeyT, ChunkT]):
         self._prefetch: list[tuple[ChunkT, ...]] = [()] * len(self._keys)
         self._drops: list[tuple[ChunkT, ...]] = [()] * len(self._keys)
         self._resident: list[frozenset[ChunkT]] = [frozenset()] * len(self._keys)
+        self._is_quiet = [False] * len(self._keys)
         if plan is not None:
             self._prefetch = [tuple(step.prefetch) for step in plan.steps]
             resident: set[ChunkT] = set()
             for index, (access, step) in enumerate(zip(trace.accesses, plan.steps, strict=True)):
+                self._is_quiet[index] = resident.issuperset(access.chunks) and not (
+                    step.prefetch or self._due[index] or self._ended[index]
+                )
                 kept = (resident | {*access.chunks, *step.prefetch}) - {*step.release}
                 self._drops[index] = tuple(chunk for chunk in resident if chunk not in kept | {*access.chunks})
+                self._is_quiet[index] = self._is_quiet[index] and not self._drops[index]
                 resident = kept
                 self._resident[index] = frozenset(kept)
         self._cursor = -1
@@ -132,6 +137,11 @@ class Schedule(Generic[KeyT, ChunkT]):
     def drops(self) -> tuple[ChunkT, ...]:
         """What stayed gathered until the current position, and no longer."""
         return self._drops[self._cursor]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether there is nothing to do at the current position: what it uses has stayed gathered."""
+        return self._is_quiet[self._cursor]
 
     @property
     def position(self) -> int:

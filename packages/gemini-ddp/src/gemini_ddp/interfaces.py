@@ -17,7 +17,7 @@ class ChunkStore(Protocol[ChunkT]):
     """Holds parameters in chunks that are valid on the compute device only while gathered.
 
     Every rank makes the same calls that may communicate (`start_gather`, `begin_use`, `start_reduce`,
-    `finish_backward`, `full_value`) in the same order, and those only: `take_gradient` may come in any order, on any
+    `finish_backward`, `full_value`) in the same order, and those only: `take_gradients` may come in any order, on any
     rank or on none. `gemini_ddp.testing.ChunkStoreContract` tests what is said here.
     """
 
@@ -49,10 +49,10 @@ class ChunkStore(Protocol[ChunkT]):
         Raise RuntimeError where no use was begun.
         """
 
-    def take_gradient(self, tensor: Tensor, gradient: Tensor) -> object:
-        """Take this rank's gradient of a parameter, shape of the parameter.
+    def take_gradients(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take this rank's gradients of some parameters: pairs of a parameter and a gradient of its shape.
 
-        A gradient may come in parts within one backward, and several backwards may come before the gradients are
+        A gradient may come in parts, within one call as well, and several backwards may come before the gradients are
         used: all of them add up.
         """
 

@@ -124,11 +124,12 @@ class PlainStore:
                 raise RuntimeError(f"The use of a parameter of {self.chunk_of(param)} ended more often than it began.")
             self._users[param] -= 1
 
-    def take_gradient(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Add this rank's gradient of a parameter to what came in this backward."""
-        gradient = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
-        sofar = self._gradients.get(tensor)
-        self._gradients[tensor] = gradient.clone() if sofar is None else sofar.add_(gradient)
+    def take_gradients(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add this rank's gradients of parameters to what came in this backward."""
+        for tensor, gradient in gradients:
+            gradient = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
+            sofar = self._gradients.get(tensor)
+            self._gradients[tensor] = gradient.clone() if sofar is None else sofar.add_(gradient)
 
     def start_reduce(self, chunk: PlainChunk) -> None:
         """Do nothing: `finish_backward` averages all gradients."""
@@ -512,7 +513,7 @@ class ChunkStoreContract(ABC, Generic[ChunkT]):
         return params, values, self.make_store(params)
 
     def _give(self, store: ChunkStore[ChunkT], param: nn.Parameter) -> None:
-        store.take_gradient(param, torch.full(param.shape, float(2 * self.rank + 1)))
+        store.take_gradients([(param, torch.full(param.shape, float(2 * self.rank + 1)))])
 
     def _backward(
         self,

@@ -22,6 +22,8 @@ SUPPORTED_NORMS: Final = (2.0, math.inf)
 # elsewhere the norm is for people to read, and for finding out whether all gradients are finite.
 # A block of this many elements stays in cache while it is converted.
 _BLOCK_NUMEL: Final = 2**16
+# What is in the right dtype is read once; the library that adds it up does so in blocks of its own.
+_READ_NUMEL: Final = 2**18
 
 
 def total_norm(
@@ -87,9 +89,13 @@ def _part(gradient: Tensor, norm_type: float, exact: bool) -> Tensor:
 
 def _sum_of_squares(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Add up the squares of each block in ``dtype``, and the sums of blocks in fp64."""
-    scratch = torch.empty(min(gradient.numel(), _BLOCK_NUMEL), dtype=dtype)
     total = torch.zeros((), dtype=torch.float64)
+    if gradient.dtype == dtype:
+        for block in gradient.split(_READ_NUMEL):
+            total += torch.dot(block, block)
+        return total
+    scratch = torch.empty(min(gradient.numel(), _BLOCK_NUMEL), dtype=dtype)
     for block in gradient.split(_BLOCK_NUMEL):
-        values = block if block.dtype == dtype else scratch[: block.numel()].copy_(block)
+        values = scratch[: block.numel()].copy_(block)
         total += torch.dot(values, values)
     return total
