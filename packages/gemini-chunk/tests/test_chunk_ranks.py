@@ -335,3 +335,33 @@ def check_full_master(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_full_master_weights_are_exact_and_gather_no_chunk(world_size: int) -> None:
     run_ranks(check_full_master, world_size)
+
+
+def check_together(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    shapes = [(200, 200), (3,), (), (5, 2), (40_000,), (0,), (7,)]  # the long ones are copied on their own
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype) for shape in shapes]
+    found = []
+    for together in (False, True):
+        params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+        manager = ChunkManager(device=device_tier("cpu"))
+        chunks = manager.register(named(params), 41_000)
+        pairs = [*zip(params, values, strict=True), (params[1], values[1]), (params[0], values[0])]
+        if together:
+            manager.take_gradients(pairs)
+        else:
+            for param, value in pairs:
+                manager.take_gradient(param, value)
+        manager.finish_backward()
+        found.append([chunk.gradient for chunk in chunks])
+    assert len(found[0]) > 1
+    for alone, at_once in zip(*found, strict=True):
+        assert alone is not None
+        assert at_once is not None
+        assert torch.equal(alone, at_once)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_taken_together_have_the_bits_of_those_taken_one_by_one(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(check_together, world_size, dtype)

@@ -18,7 +18,7 @@ from gemini_chunk._tiers import Tier, fill_with_poison
 if TYPE_CHECKING:
     from gemini_chunk._chunk import Chunk
 
-# Multiplied while they are copied. Smaller ones, still in the cache, are multiplied where they were copied to, together.
+# These are multiplied while they are copied. Smaller ones, in the cache still, are multiplied together after that.
 _LARGE_BYTES = 2**16
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -56,8 +55,9 @@ class Gradients(Generic[ChunkT]):
     does, and at that the ranks are alike. Where they follow a plan, it says which chunks to reduce there; elsewhere
     the ranks exchange which chunks are complete and reduce those that are complete on all. What is left is reduced at
     the end of backward, where the ranks also exchange which parameters have no gradient on any of them, and which
-    chunks were reduced before their last gradient had come. It is reduced in one order, so each rank may begin before
-    it has heard from the others, and go on up to the first chunk that is not complete here: that one they may not have.
+    chunks were reduced before their last gradient had come. It is reduced in one order, so a rank that has the first
+    of those complete starts it before it has heard from the others. No more than one: another may have to wait for it,
+    and a rank that does not have it complete waits to hear.
 
     Args:
         store: takes the gradients.
@@ -134,9 +134,10 @@ class Gradients(Generic[ChunkT]):
                     self._store.start_reduce(chunk)
 
     def begin_to_finish(self) -> None:
-        """At the end of backward, let the chunks be reduced that surely will be, up to the first that may not."""
-        left = [chunk for chunk in self._chunks if chunk not in self._reduced]
-        self.reduce(itertools.takewhile(self._complete.__contains__, left))
+        """At the end of backward, let the chunk be reduced that is to be reduced next, if it is known to be."""
+        first = next((chunk for chunk in self._chunks if chunk not in self._reduced), None)
+        if first is not None and first in self._complete:
+            self.reduce((first,))
 
     @property
     def complete(self) -> list[int]:

@@ -453,6 +453,19 @@ class ChunkStoreContract(ABC, Generic[ChunkT]):
         self._expect(store, params[0], 2.0)
         self._expect(store, params[1], 1.0)
 
+    def test_gradients_may_come_together_even_parts_of_one(self) -> None:
+        """Of several chunks, and of a frozen parameter's chunk none."""
+        params, _, store = self._new()
+        trainable = params[:-1]
+        store.begin_use(trainable)
+        store.end_use(trainable, in_backward=True)
+        ones = [(param, torch.full(param.shape, float(2 * self.rank + 1))) for param in trainable]
+        store.take_gradients([*ones, ones[0], ones[2]])
+        store.take_gradients([ones[2]])
+        store.finish_backward()
+        for number, param in enumerate(trainable):
+            self._expect(store, param, {0: 2.0, 2: 3.0}.get(number, 1.0))
+
     def test_finish_backward_ends_all_uses(self) -> None:
         """A scope whose gradients never came is still in use then."""
         params, _, store = self._new()
