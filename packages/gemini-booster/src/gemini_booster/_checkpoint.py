@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def _entries(model: GeminiDDP, dtype: torch.dtype | None, *, skip_ties: bool) ->
     """Yield names and full values; a tied parameter once where the format cannot share and the model ties by itself."""
     ties_itself = skip_ties and bool(getattr(model.unwrap(), "_tied_weights_keys", None))
     state = model.unwrap().state_dict(keep_vars=True)
+    times = Counter(entry for entry in state.values() if isinstance(entry, nn.Parameter))
     seen: dict[Tensor, Tensor] = {}
     for name, value in model.named_full_values() if dtype is None else model.named_master_values(dtype):
         entry = state[name]
@@ -73,12 +75,8 @@ def _entries(model: GeminiDDP, dtype: torch.dtype | None, *, skip_ties: bool) ->
                 yield name, value if skip_ties else seen[entry]
             continue
         if isinstance(entry, nn.Parameter):
-            seen[entry] = value if _is_tied(entry, state) else value.new_empty(0)
+            seen[entry] = value if times[entry] > 1 else value.new_empty(0)
         yield name, value
-
-
-def _is_tied(entry: Tensor, state: Mapping[str, Tensor]) -> bool:
-    return sum(other is entry for other in state.values()) > 1
 
 
 def _save_folder(
@@ -181,6 +179,9 @@ class _SavedState(Mapping[str, Tensor]):
                 state = torch.load(file, weights_only=True, mmap=True)
                 self._readers.update(dict.fromkeys(state, state.__getitem__))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._readers
+
     def __getitem__(self, name: str) -> Tensor:
         value = self._readers[name](name)
         assert isinstance(value, Tensor)
@@ -199,6 +200,9 @@ class _Aliased(Mapping[str, Tensor]):
     def __init__(self, state: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
         self._state = state
         self._aliases = aliases
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state or name in self._aliases
 
     def __getitem__(self, name: str) -> Tensor:
         return self._state[self._aliases.get(name, name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar, cast
@@ -20,12 +21,19 @@ def not_compiled(function: FunctionT) -> FunctionT:
     Where nothing is compiled, that costs no more than one more call; what torch puts around the function takes ten
     times as long as that.
     """
-    alone: FunctionT = torch.compiler.disable(function)
+    alone = _apart()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return alone(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else function(*args, **kwargs)
+        return alone(function, args, kwargs) if torch.compiler.is_dynamo_compiling() else function(*args, **kwargs)
 
     return cast("FunctionT", call)
+
+
+@functools.cache
+def _apart() -> Callable[..., Any]:
+    """Return a function that calls another one where the compiler does not look."""
+    alone: Callable[..., Any] = torch.compiler.disable(lambda function, args, kwargs: function(*args, **kwargs))
+    return alone
 
 
 class Uncompiled:

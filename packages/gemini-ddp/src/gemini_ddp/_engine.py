@@ -114,8 +114,12 @@ class Engine(Generic[ChunkT]):
             scatter_after_inference=scatter_after_inference,
             debug=debug,
         )
+        users: dict[int, list[Scope]] = {}
+        for scope in self._scopes.values():
+            for key in scope.expects:
+                users.setdefault(key, []).append(scope)
         for index, slot in enumerate(self._gradients.slots):
-            slot.users = [scope for scope in self._scopes.values() if id(slot.param) in scope.expects]
+            slot.users = users[slot.key]
             self.handles.append(slot.param.register_post_accumulate_grad_hook(self._gradient_hook(index)))
         # What nodes of the graph call; they may outlive the engine.
         self._begin_backward = _weak(self._on_output_gradient)

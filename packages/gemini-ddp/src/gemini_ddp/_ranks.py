@@ -50,9 +50,7 @@ class Ranks:
             threading.Thread(target=_write_down, args=(weakref.ref(self),), daemon=True, name="gemini_ddp").start()
         mine = torch.tensor(numbers, dtype=torch.int64)
         everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self._control.allgather(
-            [everyones], [mine]
-        ).wait()  # torch's function around it takes as long again
+        self._control.allgather([everyones], [mine]).wait()  # torch's function around it takes as long again
         return [numbers.tolist() for numbers in everyones]
 
     def write_down(self, what: str = "") -> None:

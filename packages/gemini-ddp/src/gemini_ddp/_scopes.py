@@ -75,11 +75,11 @@ class Scope:
         self.borrows = True
         self.settle_end()
 
-    def take_in(self, inner: Iterable[Scope]) -> None:
+    def take_in(self, inner: Sequence[Scope]) -> None:
         """Become the cover of scopes within the module: have their parameters, too."""
+        self.params = tuple(dict.fromkeys(param for scope in (self, *inner) for param in scope.params))
         for scope in inner:
             scope.cover = self
-            self.params = tuple(dict.fromkeys(self.params + scope.params))
             self.value_in_backward = self.value_in_backward or scope.value_in_backward
         self.shares = False
         self.settle_end()

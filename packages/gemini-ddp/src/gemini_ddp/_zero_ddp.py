@@ -279,9 +279,9 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         missing = [name for name in entries if name not in state_dict]
         unexpected = [name for name in state_dict if name not in entries]
         shapes = [
-            f"{name}: {tuple(state_dict[name].shape)} given, {tuple(entry.shape)} wanted"
+            f"{name}: {tuple(given)} given, {tuple(entry.shape)} wanted"
             for name, entry in entries.items()
-            if name in state_dict and isinstance(entry, Tensor) and state_dict[name].shape != entry.shape
+            if name in state_dict and isinstance(entry, Tensor) and (given := state_dict[name].shape) != entry.shape
         ]
         problems = [*(f"missing: {name}" for name in missing), *(f"unexpected: {name}" for name in unexpected)]
         if shapes or (strict and problems):

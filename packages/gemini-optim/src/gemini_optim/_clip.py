@@ -44,11 +44,16 @@ def total_norm(
     Returns:
         The norm, the same bits on every rank; NaN or infinite if and only if a gradient of any rank is not finite.
     """
+    numbers: list[float] = []
     parts: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
-        parts.setdefault(gradient.device, []).append(_part(gradient, norm_type, exact))
-    rows = [torch.stack(tensors).to("cpu", torch.float64) for tensors in parts.values()]
-    local = torch.cat(rows) if rows else torch.zeros(1, dtype=torch.float64)
+        if gradient.device.type == "cpu" and norm_type == 2.0:
+            numbers.append(_sum_of_squares(gradient, exact))
+        else:
+            parts.setdefault(gradient.device, []).append(_part(gradient, norm_type, exact))
+    for tensors in parts.values():
+        numbers += torch.stack(tensors).tolist()
+    local = torch.tensor(numbers or [0.0], dtype=torch.float64)
     value = float(local.sum() if norm_type == 2.0 else local.max())
     # A maximum over ranks may lose a NaN, so whether the value is finite travels beside it.
     finite = math.isfinite(value)
@@ -77,25 +82,23 @@ def _part(gradient: Tensor, norm_type: float, exact: bool) -> Tensor:
     """Return the sum of squares, or the largest magnitude, of one gradient: 0-dim, on its device."""
     if norm_type == math.inf:
         return gradient.abs().max()
-    if gradient.device.type != "cpu":
-        # MPS is the one device without fp64.
-        dtype = torch.float64 if exact and gradient.device.type != "mps" else torch.float32
-        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
-        return norm.square()
-    total = _sum_of_squares(gradient, torch.float64 if exact else torch.float32)
+    # MPS is the one device without fp64.
+    dtype = torch.float64 if exact and gradient.device.type != "mps" else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
+    return norm.square()
+
+
+def _sum_of_squares(gradient: Tensor, exact: bool) -> float:
+    """Add up the squares of each block of a tensor on the CPU, and the sums of blocks in fp64."""
+    if not exact and gradient.dtype == torch.float32:
+        blocks = (gradient,) if gradient.numel() <= _READ_NUMEL else gradient.split(_READ_NUMEL)
+        total = sum(torch.dot(block, block).item() for block in blocks)
+    else:
+        dtype = torch.float64 if exact else torch.float32
+        scratch = torch.empty(min(gradient.numel(), _BLOCK_NUMEL), dtype=dtype)
+        total = 0.0
+        for block in gradient.split(_BLOCK_NUMEL):
+            values = scratch[: block.numel()].copy_(block)
+            total += torch.dot(values, values).item()
     # Squares of large finite numbers overflow fp32.
-    return total if torch.isfinite(total) else _sum_of_squares(gradient, torch.float64)
-
-
-def _sum_of_squares(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add up the squares of each block in ``dtype``, and the sums of blocks in fp64."""
-    total = torch.zeros((), dtype=torch.float64)
-    if gradient.dtype == dtype:
-        for block in gradient.split(_READ_NUMEL):
-            total += torch.dot(block, block)
-        return total
-    scratch = torch.empty(min(gradient.numel(), _BLOCK_NUMEL), dtype=dtype)
-    for block in gradient.split(_BLOCK_NUMEL):
-        values = scratch[: block.numel()].copy_(block)
-        total += torch.dot(values, values)
-    return total
+    return total if exact or math.isfinite(total) else _sum_of_squares(gradient, exact=True)

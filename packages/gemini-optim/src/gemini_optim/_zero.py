@@ -432,4 +432,5 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def _part(tensor: Tensor | None, piece: Piece) -> Tensor:
-    return cast("Tensor", tensor).narrow(0, piece.start, piece.numel)  # pieces without a gradient were left out
+    whole = cast("Tensor", tensor)  # pieces without a gradient were left out
+    return whole if piece.numel == whole.numel() else whole.narrow(0, piece.start, piece.numel)
