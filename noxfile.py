@@ -127,6 +127,17 @@ def pretrained_layer(session: nox.Session) -> Path:
     return environment(session, "layers/pretrained", ["--no-deps", *group("pretrained")])
 
 
+def peers_layer(session: nox.Session) -> list[Path]:
+    """Return the layer of systems to compare with, or none if they cannot be installed here."""
+    try:
+        # It is built from source, and looks at torch for what to build.
+        install = ["--no-build-isolation", *group("peers")]
+        return [environment(session, "layers/peers", install, layers=model_layers(session))]
+    except nox.command.CommandFailed:
+        session.warn("What else is compared cannot be installed; the benchmark goes on without it.")
+        return []
+
+
 def whole_stack(session: nox.Session, name: str = "stack", beside: str = "test") -> Path:
     """Return an environment with the packages, editable, what examples need, and one more dependency group.
 
@@ -189,22 +200,32 @@ def docs(session: nox.Session) -> None:
     run(session, stack, "pytest", "integration_tests/test_readmes.py", *session.posargs, **COMPUTE)
 
 
+def benchmark(session: nox.Session, script: str, *arguments: str, beside: Iterable[Path] = ()) -> None:
+    """Run a script of the benchmarks where it sees the packages, and the layers ``beside``."""
+    place = whole_stack(session, "bench", beside="bench")
+    path = [ROOT / "integration_tests" / "support", *map(site_packages, beside)]
+    variables = {**COMPUTE, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    run(session, place, "python", f"integration_tests/benchmarks/{script}", *arguments, **variables)
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Train side by side with DDP and its peers: a table, and out/bench/training.png. ``-- --quick``: shorter."""
-    place = whole_stack(session, "bench", beside="bench")
-    script = "integration_tests/benchmarks/bench_training.py"
-    support = str(ROOT / "integration_tests" / "support")
-    run(session, place, "python", script, *session.posargs, **COMPUTE, PYTHONPATH=support)
+    """Train side by side with DDP and its peers: tables, and out/bench/training.png. ``-- --quick``: shorter."""
+    benchmark(session, "bench_training.py", *session.posargs, beside=peers_layer(session))
 
 
 @nox.session
 def micro(session: nox.Session) -> None:
-    """Measure the parts: chunks and collectives against the bare operations, and the host's work per module."""
-    place = whole_stack(session, "bench", beside="bench")
-    support = str(ROOT / "integration_tests" / "support")
-    for script in ("bench_chunk.py", "bench_collectives.py", "bench_overhead.py"):
-        run(session, place, "python", f"integration_tests/benchmarks/{script}", **COMPUTE, PYTHONPATH=support)
+    """Measure the parts, each beside what the machine could do at best; names of topics after -- choose among them."""
+    topics = ("chunk", "collectives", "overhead", "planning", "optimizer", "start", "checkpoint")
+    for topic in session.posargs or topics:
+        benchmark(session, f"bench_{topic}.py")
+
+
+@nox.session
+def scaling(session: nox.Session) -> None:
+    """Measure how the host's cost grows with modules, chunks, parameters and ranks: out/bench/scaling.png."""
+    benchmark(session, "bench_scaling.py", *session.posargs)
 
 
 @nox.session
@@ -227,7 +248,8 @@ def types(session: nox.Session) -> None:
         path = all_sources if package == "booster" else sources[package]
         run(session, place, "mypy", "-p", f"gemini_{package}", MYPYPATH=path)
     scripts = [str(path) for pattern in ("integration_tests", "examples") for path in ROOT.glob(f"{pattern}/*.py")]
-    path = os.pathsep.join([all_sources, str(ROOT / "integration_tests" / "support"), str(ROOT / "examples")])
+    beside = ("integration_tests/support", "integration_tests/benchmarks", "examples")
+    path = os.pathsep.join([all_sources, *(str(ROOT / folder) for folder in beside)])
     run(session, place, "mypy", *scripts, MYPYPATH=path)
 
 

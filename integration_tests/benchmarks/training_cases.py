@@ -29,7 +29,8 @@ class Case:
         vocabulary: tokens.
         seq_len: tokens of a sequence.
         chunk_m: chunk size of ours, in units of 2**20 elements.
-        rounds: steps of each system that are measured.
+        rounds: steps of each system that are measured, unless ``limit_s`` comes before.
+        limit_s: seconds for the measured steps of all systems together, of which each takes five at least.
         world_size: ranks; they share four sequences a step, but each has one at least.
         precision: what forward and backward compute in.
         checkpointing: whether blocks are recomputed in backward.
@@ -41,7 +42,8 @@ class Case:
     vocabulary: int = 8192
     seq_len: int = 32
     chunk_m: float = 1.0
-    rounds: int = 16
+    rounds: int = 60
+    limit_s: float = 45.0
     world_size: int = 2
     precision: Precision = "fp32"
     checkpointing: bool = False
@@ -51,7 +53,7 @@ class Case:
         """How tables call it."""
         extras: list[str] = [] if self.precision == "fp32" else [self.precision]
         extras += ["recompute"] if self.checkpointing else []
-        extras += [] if self.world_size == 2 else [f"{self.world_size} ranks"]
+        extras += [] if self.world_size == 2 else ["1 rank" if self.world_size == 1 else f"{self.world_size} ranks"]
         return " ".join([f"{self.family} {self.layers}x{self.width}", *extras])
 
     def model(self) -> nn.Module:
@@ -98,6 +100,12 @@ class Case:
         return model
 
     @property
+    def param_bytes(self) -> int:
+        """Bytes of the parameters in fp32, each counted once."""
+        with torch.device("meta"):
+            return sum(param.nbytes for param in self.model().parameters())
+
+    @property
     def _heads(self) -> int:
         return max(4, self.width // 64)
 
@@ -108,23 +116,23 @@ class Case:
         return torch.randint(self.vocabulary, shape, generator=generator)
 
 
-_TINY = Case(family="gpt2", layers=2, width=128, vocabulary=2048, seq_len=64, chunk_m=0.25, rounds=60)
-_DEEP = Case(family="gpt2", layers=48, width=256)
-_LLAMA = Case(family="llama", layers=8, width=512, seq_len=64)
-_WIDE = Case(family="gpt2", layers=12, width=768, chunk_m=2.0, rounds=8)
+_TINY = Case(family="gpt2", layers=2, width=128, vocabulary=2048, seq_len=64, chunk_m=0.25, limit_s=20.0)
+_DEEP = Case(family="gpt2", layers=48, width=256, limit_s=50.0)
+_LLAMA = Case(family="llama", layers=8, width=512, seq_len=64, limit_s=50.0)
+_WIDE = Case(family="gpt2", layers=12, width=768, chunk_m=2.0, limit_s=80.0)
 
+# All fifteen minutes are shared out: the four workloads see every system and have their bytes counted.
 WORKLOADS = (_TINY, _DEEP, _LLAMA, _WIDE)
-QUICK = (replace(_TINY, rounds=30), replace(_DEEP, rounds=6))
+BF16 = tuple(replace(case, precision="bf16", limit_s=case.limit_s / 2) for case in (_TINY, _DEEP, _LLAMA))
+ONE_RANK = tuple(replace(case, world_size=1, limit_s=case.limit_s / 4) for case in WORKLOADS)
+QUICK = (replace(_TINY, limit_s=8.0), replace(_DEEP, layers=24, limit_s=20.0))
 ALL = (
     *WORKLOADS,
-    replace(_DEEP, checkpointing=True, rounds=10),
-    replace(_TINY, precision="bf16", rounds=30),
-    replace(_DEEP, precision="bf16", rounds=10),
-    replace(_LLAMA, precision="bf16", rounds=10),
-    replace(_TINY, world_size=1, rounds=40),
-    replace(_DEEP, world_size=1, rounds=10),
-    replace(_TINY, world_size=4, rounds=20),
-    replace(_DEEP, world_size=4, rounds=6),
+    replace(_DEEP, checkpointing=True, limit_s=25.0),
+    *BF16,
+    *ONE_RANK,
+    replace(_TINY, world_size=4, limit_s=8.0),
+    replace(_DEEP, world_size=4, limit_s=25.0),
 )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,20 +18,35 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
 from training_cases import LEARNING_RATE, Case, loss_of
 
-Step = Callable[[Tensor], Tensor]
+_MESSAGE_NUMEL = 2**22  # DeepSpeed's buckets: 16 MiB, where gloo is fastest; its default of 2 GB counts as memory
 
 
-def _plain(case: Case) -> Step:
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A system with a model in it.
+
+    Attributes:
+        step: trains on token ids and returns the loss.
+        chunks: chunks that the parameters lie in (ours).
+        working_set_bytes: of the chunks in use and prefetched, and one chunk of gradients (ours).
+    """
+
+    step: Callable[[Tensor], Tensor]
+    chunks: int = 0
+    working_set_bytes: int = 0
+
+
+def _plain(case: Case) -> Trainer:
     """Train without communication: DDP's work on one rank, a bound for the others on several."""
-    return _torch_step(case, case.model())
+    return _torch_trainer(case, case.model())
 
 
-def _ddp(case: Case) -> Step:
+def _ddp(case: Case) -> Trainer:
     model = case.model()
-    return _torch_step(case, model if case.world_size == 1 else DistributedDataParallel(model))
+    return _torch_trainer(case, model if case.world_size == 1 else DistributedDataParallel(model))
 
 
-def _torch_step(case: Case, model: nn.Module) -> Step:
+def _torch_trainer(case: Case, model: nn.Module) -> Trainer:
     """Train with torch's own fused AdamW; bf16 is autocast, which keeps fp32 weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
@@ -43,10 +58,10 @@ def _torch_step(case: Case, model: nn.Module) -> Step:
         optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    return Trainer(step)
 
 
-def _fsdp2(case: Case) -> Step:
+def _fsdp2(case: Case) -> Trainer:
     model = case.model()
     mixed = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16 if case.world_size == 1 else torch.float32)
     policy = mixed if case.precision == "bf16" else MixedPrecisionPolicy()
@@ -63,7 +78,7 @@ def _fsdp2(case: Case) -> Step:
         optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    return Trainer(step)
 
 
 def _ours(
@@ -73,7 +88,7 @@ def _ours(
     max_prefetch: int = 2,
     offload_optim_frac: float = 0.0,
     offload_param_frac: float = 0.0,
-) -> Step:
+) -> Trainer:
     model = GeminiDDP(
         case.model(),
         precision=case.precision,
@@ -93,21 +108,33 @@ def _ours(
         optimizer.step()
         return loss.detach()
 
-    return step
+    full_bytes = [chunk.full_bytes for chunk in model.chunk_manager.chunks]
+    in_row = (sum(full_bytes[first:][: 1 + max_prefetch]) for first in range(len(full_bytes)))
+    return Trainer(step, len(full_bytes), max(in_row) + max(full_bytes))
 
 
-def _deepspeed(case: Case, *, stage: int) -> Step:
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read when the package is imported
-    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+def _deepspeed(case: Case, *, stage: int) -> Trainer:
+    # Read when the package is imported.
+    rank = str(dist.get_rank())
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": rank, "LOCAL_RANK": rank, "LOCAL_SIZE": str(case.world_size)}
     deepspeed = importlib.import_module("deepspeed")
     deepspeed.logger.setLevel(logging.ERROR)
+    # What it compiles at the start serves inference, and would wait for ever where a compilation was interrupted.
+    setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
     deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
     model = case.model()
     # Fused, and not torch's class itself, which it would replace by one that it compiles.
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     settings = {
         "train_micro_batch_size_per_gpu": case.batch(0, 0).shape[0],
-        "zero_optimization": {"stage": stage, "overlap_comm": False, "contiguous_gradients": True},
+        "zero_optimization": {
+            "stage": stage,
+            "contiguous_gradients": True,
+            "overlap_comm": False,
+            "reduce_bucket_size": _MESSAGE_NUMEL,
+            "allgather_bucket_size": _MESSAGE_NUMEL,
+            "stage3_prefetch_bucket_size": _MESSAGE_NUMEL,
+        },
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": case.precision == "bf16"},
     }
@@ -119,10 +146,10 @@ def _deepspeed(case: Case, *, stage: int) -> Step:
         engine.step()
         return loss.detach()
 
-    return step
+    return Trainer(step)
 
 
-SYSTEMS: Mapping[str, Callable[[Case], Step]] = {
+SYSTEMS: Mapping[str, Callable[[Case], Trainer]] = {
     "DDP": _ddp,
     "no communication": _plain,
     "FSDP2": _fsdp2,
@@ -133,12 +160,3 @@ SYSTEMS: Mapping[str, Callable[[Case], Step]] = {
     "ours ZeRO-3, optimizer offloaded": partial(_ours, offload_optim_frac=1.0),
     "ours, all offloaded": partial(_ours, offload_optim_frac=1.0, offload_param_frac=1.0),
 }
-
-
-def why_missing(system: str, case: Case) -> str | None:
-    """Return why a system does not take part in a case, or None if it does."""
-    if system == "no communication" and case.world_size == 1:
-        return "the same as DDP on one rank"
-    if system.startswith("DeepSpeed") and importlib.util.find_spec("deepspeed") is None:
-        return "the package deepspeed is not installed"
-    return None
