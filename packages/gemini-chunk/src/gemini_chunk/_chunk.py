@@ -144,6 +144,11 @@ class Chunk(UsedLayout):
         return 0 if self._full is not None and self._full.is_held else self.full_bytes
 
     @property
+    def stages_gradient(self) -> bool:
+        """Whether a reduced gradient comes to the compute device first when the shard rests on another tier."""
+        return self._device.device.type != "cpu" or self.dtype != self.reduce_dtype or self.accumulates
+
+    @property
     def has_local_gradient(self) -> bool:
         """Whether gradients of this rank wait for a reduction that has not started."""
         return self._reduction.is_filling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,23 +11,29 @@ from typing import Final, Generic
 
 from gemini_placement.interfaces import ChunkT, Phase
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _PHASES: Final[tuple[Phase, ...]] = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessStats:
-    """One access of the recorded step.
+    """One access of the recorded step: a module that owns parameters was entered.
 
     Attributes:
         phase: "forward" or "backward".
-        params: names of the parameters in use.
+        params: names of the parameters that it uses.
         non_model_bytes: the most device memory that all but the model states took until the next access.
+        within: names of the parameters that others, which are not over, use at the same time.
+        gradients: names of the parameters whose gradients came until the next access, in order.
+        ends: names of parameters whose use was over before the next access, and with which of the gradients.
     """
 
     phase: Phase
     params: tuple[str, ...]
     non_model_bytes: int
+    within: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    ends: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,9 @@ class ChunkAccess(Generic[ChunkT]):
 
     phase: Phase
     chunks: tuple[ChunkT, ...]
+    gradients: tuple[ChunkT, ...] = ()
+    held: tuple[ChunkT, ...] = ()
+    non_model_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +90,49 @@ class MemStats:
         """Return the indices of the accesses that use a parameter; none if it was never used."""
         return tuple(index for index, access in enumerate(self.accesses) if param in access.params)
 
-    def trace(self, chunks: Mapping[str, ChunkT]) -> ChunkTrace[ChunkT]:
+    def trace(self, chunks: Mapping[str, ChunkT], *, world_size: int = 1) -> ChunkTrace[ChunkT]:
         """Return the order in which the step uses chunks.
 
         Args:
             chunks: the chunk of each parameter, by name; names that are not there are passed over.
+            world_size: ranks that share them. With several, what a module uses that forward called more than once stays
+                in use to the end of backward: which of the calls the losses of other ranks follow from is not known.
         """
-        return ChunkTrace(
-            tuple(
+        entered = Counter(name for access in self.accesses if access.phase == "forward" for name in access.params)
+        several = {name for name, count in entered.items() if count > 1 and world_size > 1}
+        missing: dict[ChunkT, set[str]] = {}
+        for name, chunk in chunks.items():
+            missing.setdefault(chunk, set()).add(name)
+        filling: dict[ChunkT, None] = {}
+        lasting: dict[str, None] = {}
+        accesses = []
+        for index, access in enumerate(self.accesses):
+            if access.phase == "backward":
+                lasting.update((name, None) for name in access.params if name in several)
+            in_use = dict.fromkeys(name for name in (*access.params, *access.within, *lasting) if name in chunks)
+            # With several ranks a use is over when all are at the next access.
+            is_last = index + 1 == len(self.accesses) and world_size > 1
+            over = {name: number for name, number in access.ends if name not in lasting and not is_last}
+            first = len(access.gradients)
+            for number, name in reversed(list(enumerate(access.gradients))):
+                if name in chunks and chunks[name] not in filling:
+                    first = number
+            held = (chunks[name] for name in in_use if over.get(name, first + 1) > first)
+            for name in access.gradients:
+                if name in chunks:
+                    filling[chunks[name]] = None
+                    missing[chunks[name]].discard(name)
+            accesses.append(
                 ChunkAccess(
-                    access.phase, tuple(dict.fromkeys(chunks[name] for name in access.params if name in chunks))
+                    access.phase,
+                    tuple(dict.fromkeys(chunks[name] for name in in_use)),
+                    tuple(filling),
+                    tuple(dict.fromkeys(held)),
+                    access.non_model_bytes,
                 )
-                for access in self.accesses
             )
-        )
+            filling = {chunk: None for chunk in filling if missing[chunk]}
+        return ChunkTrace(tuple(accesses))
 
     def to_json(self) -> str:
         """Return the record as JSON text; `from_json` reads it."""
@@ -115,10 +154,13 @@ class MemStats:
                     phase=entry["phase"],
                     params=tuple(str(name) for name in entry["params"]),
                     non_model_bytes=int(entry["non_model_bytes"]),
+                    within=tuple(str(name) for name in entry["within"]),
+                    gradients=tuple(str(name) for name in entry["gradients"]),
+                    ends=tuple((str(name), int(number)) for name, number in entry["ends"]),
                 )
                 for entry in parsed["accesses"]
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"The record is damaged: {error!r}. Record a step again.") from error
         return cls(accesses=accesses)
 
