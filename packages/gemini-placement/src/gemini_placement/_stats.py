@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Generic
+from typing import Final
 
+from gemini_placement._chunk_trace import ChunkTrace, make_trace
 from gemini_placement.interfaces import ChunkT, Phase
 
 _FORMAT: Final = 2
@@ -23,6 +23,7 @@ class AccessStats:
         phase: "forward" or "backward".
         params: names of the parameters that it uses.
         non_model_bytes: the most device memory that all but the model states took until the next access.
+        module: the module's path in the model.
         within: names of the parameters that others, which are not over, use at the same time.
         gradients: names of the parameters whose gradients came until the next access, in order.
         ends: names of parameters whose use was over before the next access, and with which of the gradients.
@@ -31,27 +32,10 @@ class AccessStats:
     phase: Phase
     params: tuple[str, ...]
     non_model_bytes: int
+    module: str = ""
     within: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     ends: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkAccess(Generic[ChunkT]):
-    """One access of a record, over chunks."""
-
-    phase: Phase
-    chunks: tuple[ChunkT, ...]
-    gradients: tuple[ChunkT, ...] = ()
-    held: tuple[ChunkT, ...] = ()
-    non_model_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTrace(Generic[ChunkT]):
-    """A record over chunks: what a policy plans from."""
-
-    accesses: tuple[ChunkAccess[ChunkT], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,44 +79,9 @@ class MemStats:
 
         Args:
             chunks: the chunk of each parameter, by name; names that are not there are passed over.
-            world_size: ranks that share them. With several, what a module uses that forward called more than once stays
-                in use to the end of backward: which of the calls the losses of other ranks follow from is not known.
+            world_size: ranks that share them.
         """
-        entered = Counter(name for access in self.accesses if access.phase == "forward" for name in access.params)
-        several = {name for name, count in entered.items() if count > 1 and world_size > 1}
-        missing: dict[ChunkT, set[str]] = {}
-        for name, chunk in chunks.items():
-            missing.setdefault(chunk, set()).add(name)
-        filling: dict[ChunkT, None] = {}
-        lasting: dict[str, None] = {}
-        accesses = []
-        for index, access in enumerate(self.accesses):
-            if access.phase == "backward":
-                lasting.update((name, None) for name in access.params if name in several)
-            in_use = dict.fromkeys(name for name in (*access.params, *access.within, *lasting) if name in chunks)
-            # With several ranks a use is over when all are at the next access.
-            is_last = index + 1 == len(self.accesses) and world_size > 1
-            over = {name: number for name, number in access.ends if name not in lasting and not is_last}
-            first = len(access.gradients)
-            for number, name in reversed(list(enumerate(access.gradients))):
-                if name in chunks and chunks[name] not in filling:
-                    first = number
-            held = (chunks[name] for name in in_use if over.get(name, first + 1) > first)
-            for name in access.gradients:
-                if name in chunks:
-                    filling[chunks[name]] = None
-                    missing[chunks[name]].discard(name)
-            accesses.append(
-                ChunkAccess(
-                    access.phase,
-                    tuple(dict.fromkeys(chunks[name] for name in in_use)),
-                    tuple(filling),
-                    tuple(dict.fromkeys(held)),
-                    access.non_model_bytes,
-                )
-            )
-            filling = {chunk: None for chunk in filling if missing[chunk]}
-        return ChunkTrace(tuple(accesses))
+        return make_trace(self.accesses, chunks, world_size=world_size)
 
     def to_json(self) -> str:
         """Return the record as JSON text; `from_json` reads it."""
@@ -154,6 +103,7 @@ class MemStats:
                     phase=entry["phase"],
                     params=tuple(str(name) for name in entry["params"]),
                     non_model_bytes=int(entry["non_model_bytes"]),
+                    module=str(entry["module"]),
                     within=tuple(str(name) for name in entry["within"]),
                     gradients=tuple(str(name) for name in entry["gradients"]),
                     ends=tuple((str(name), int(number)) for name, number in entry["ends"]),

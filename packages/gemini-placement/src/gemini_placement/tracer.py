@@ -122,6 +122,7 @@ class _Scope:
     """A module that uses parameters, and what became of its calls.
 
     Attributes:
+        path: its path in the model.
         names: its own parameters, then those it was seen to read of other modules.
         expects: those that get gradients.
         reads: whether backward reads their values; that of an embedding does not.
@@ -129,6 +130,7 @@ class _Scope:
         needs_inputs: whether those must exist beside the gradients of its parameters.
     """
 
+    path: str
     names: list[str]
     expects: set[str]
     reads: bool
@@ -172,10 +174,12 @@ class _Recorder:
         self._state = state
         names = {param: name for name, param in model.named_parameters()}
         owned = {child: [names[param] for param in child.parameters(recurse=False)] for child in model.modules()}
+        paths = {child: path for path, child in model.named_modules()}
         owners = Counter(name for own in owned.values() for name in own)
         trains = {name for name, param in model.named_parameters() if param.requires_grad}
         self._scopes = {
             child: _Scope(
+                paths[child],
                 own,
                 trains.intersection(own),
                 reads=not (_is_plain(child, nn.Embedding) and getattr(child, "max_norm", None) is None),
@@ -199,6 +203,7 @@ class _Recorder:
                     phase=access.phase,
                     params=_names([(access.scope, access.phase)]),
                     non_model_bytes=access.peak,
+                    module=access.scope.path,
                     within=_names(access.within),
                     gradients=tuple(access.gradients),
                     ends=tuple((name, number) for scope, number in access.ends for name in scope.names),
@@ -346,19 +351,18 @@ class _Operations(TorchDispatchMode):
     ):
         storages = {tensor.untyped_storage() for tensor in _tensors((args, kwargs))}
         self._read(storages)
-        result = _run_on_paper(func, args, kwargs or {})
+        # Of a product of experts' matrices torch knows the shape in bf16 only.
+        known = func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16
+        cast = (args, kwargs or {}) if known else tree_map_only(Tensor, _to_bf16, (args, kwargs or {}))
+        result = func(*cast[0], **cast[1])
+        if not known:
+            result = result.to(args[0].dtype)
         self._meter.count(storages, result)
         return result
 
 
-def _run_on_paper(  # type: ignore[no-untyped-def] # torch's operation
-    func, args, kwargs
-):
-    """Run an operation; of the product of expert matrices torch knows the shape in bf16 only."""
-    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
-        return func(*args, **kwargs)
-    cast = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, (args, kwargs))
-    return func(*cast[0], **cast[1]).to(args[0].dtype)
+def _to_bf16(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
 def _names(uses: Iterable[tuple[_Scope, Phase]]) -> tuple[str, ...]:
