@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_placement import (
+    AccessStats,
     AutoPlacementPolicy,
     ChunkPlacement,
     MemStats,
@@ -359,9 +360,7 @@ def test_auto_refusal_names_a_lower_prefetch_that_fits() -> None:
 
 def test_auto_leaves_the_device_to_other_data_before_and_after_measuring() -> None:
     policy = AutoPlacementPolicy(warmup_non_model_data_ratio=0.75, steady_cuda_cap_ratio=0.5)
-    stats = MemStats.from_json(
-        '{"format": 1, "accesses": [{"phase": "forward", "params": ["w"], "non_model_bytes": 300}]}'
-    )
+    stats = MemStats(accesses=(AccessStats(phase="forward", params=("w",), non_model_bytes=300),))
     assert policy.model_bytes(1000) == 250
     assert policy.model_bytes(1000, stats) == 200
     assert policy.model_bytes(400, stats) == 0

@@ -229,9 +229,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         self.expected_plan: Plan[Chunk] | None = None
         if memstats is not None:
             chunks = {name: manager.chunk_of(param) for name, param in module.named_parameters()}
-            self.expected_plan = policy.schedule(
-                memstats.trace(chunks, world_size=manager.world_size), placement
-            )
+            self.expected_plan = policy.schedule(memstats.trace(chunks, world_size=manager.world_size), placement)
         self.shards: Sequence[ChunkShard] = _shards(states, host)
         if verbose and manager.collectives.rank == 0:
             logger.info("%s\n%s", manager.describe(), placement.describe())

@@ -47,9 +47,7 @@ class NamedAccess(Protocol):
     def ends(self) -> tuple[tuple[str, int], ...]: ...
 
 
-def make_trace(
-    accesses: Sequence[NamedAccess], chunks: Mapping[str, ChunkT], *, world_size: int
-) -> ChunkTrace[ChunkT]:
+def make_trace(accesses: Sequence[NamedAccess], chunks: Mapping[str, ChunkT], *, world_size: int) -> ChunkTrace[ChunkT]:
     """See `MemStats.trace`."""
     missing: dict[ChunkT, set[str]] = {}
     for name, chunk in chunks.items():
@@ -85,8 +83,8 @@ class _Uses(Generic[ChunkT]):
     """Which parameters are in use beyond what a record says, for that depends on ranks and chunks.
 
     With several ranks, what a module uses that forward called more than once stays in use to the end of backward, for
-    other ranks may enter the backward of another call. A module whose parameters lie in one chunk is entered as a whole,
-    and its backward is over when all of them have gradients.
+    other ranks may enter the backward of another call. A module whose parameters lie in one chunk is entered as a
+    whole, and its backward is over when all of them have gradients.
     """
 
     def __init__(self, accesses: Sequence[NamedAccess], chunks: Mapping[str, ChunkT], world_size: int) -> None:

@@ -41,10 +41,10 @@ def step_peaks(
 class _GradientMemory(Generic[ChunkT]):
     """The device's bytes but for full buffers, as gradients come and go.
 
-    A chunk borrows a buffer for its gradient until that is reduced: with several ranks, until the next reduction begins,
-    for one runs at a time. Buffers that came back are lent again, or freed when they are too small for what is asked for.
-    The result takes the place of the parameters where they have master weights beside them. Otherwise it stays in memory
-    of its own until the optimizer has used it; with one rank that is the buffer.
+    A chunk borrows a buffer for its gradient until that is reduced: with several ranks, until the next reduction
+    begins, for one runs at a time. Buffers that came back are lent again, or freed when they are too small for what is
+    asked for. The result takes the place of the parameters where they have master weights beside them. Otherwise it
+    stays in memory of its own until the optimizer has used it; with one rank that is the buffer.
 
     Attributes:
         used: bytes now.

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 from gemini_placement._stats import AccessStats, MemStats
 from gemini_placement.interfaces import Phase
@@ -21,6 +21,7 @@ try:
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
+        FakeTensor,
         FakeTensorMode,
     )
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +31,7 @@ except ImportError as error:
         "gemini_placement.tracer needs torch, the rest of the package does not: pip install gemini-placement[tracer]."
     ) from error
 
-__all__ = ["trace_model"]
+__all__ = ["MemoryMeter", "Meter", "StepRecorder", "trace_model"]
 
 
 def trace_model(
@@ -70,13 +71,19 @@ def trace_model(
         state[name] = fake(param).requires_grad_(param.requires_grad)
     batch = tree_map_only(Tensor, fake, sample_batch)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    recorder = _Recorder(model, state)
+    meter = MemoryMeter()
+    recorder = StepRecorder(model, meter)
     with contextlib.ExitStack() as stack:
-        for handle in recorder.hooks():
-            stack.callback(handle.remove)
+        stack.callback(recorder.stop)
+        recorder.start(state)
+        for tensor in state.values():
+            meter.ignore(tensor)
+            if tensor.requires_grad:  # where a gradient goes is the business of the model states
+                stack.callback(tensor.register_post_accumulate_grad_hook(_drop_gradient).remove)
         stack.enter_context(_replaced(model, state))
         stack.enter_context(fake_mode)
-        stack.enter_context(_Operations(recorder.meter, recorder.read))
+        stack.enter_context(meter)
+        meter.listener = recorder.read
         try:
             output = model(*args, **kwargs)
             total = loss(output) if loss is not None else _loss_of(output)
@@ -87,7 +94,7 @@ def trace_model(
                 f"{type(model).__name__} looks at values ({error}), which a run without memory does not have. Leave "
                 "memstats out: the first step then records the order of use."
             ) from error
-    return recorder.stats()
+        return recorder.stop()
 
 
 @contextlib.contextmanager
@@ -162,21 +169,34 @@ class _Access:
     peak: int = 0
 
 
-class _Recorder:
-    """Notes which modules are entered and left, when gradients come, and what memory is in use meanwhile."""
+class Meter(Protocol):
+    """What tells a `StepRecorder` how much memory a step takes."""
 
-    def __init__(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        self.meter = MemoryMeter()
+    def lap(self) -> int:
+        """Return the most bytes beside the model states since the last call."""
+
+
+class StepRecorder:
+    """Records a training step of a model: which modules are entered and left, when gradients come, and the memory.
+
+    Args:
+        model: the model.
+        meter: tells the memory.
+    """
+
+    def __init__(self, model: nn.Module, meter: Meter) -> None:
+        self._meter = meter
         self._accesses: list[_Access] = []
         self._stack: list[_Scope] = []
         self._active: dict[_Scope, None] = {}
-        self._model = model
-        self._state = state
-        names = {param: name for name, param in model.named_parameters()}
-        owned = {child: [names[param] for param in child.parameters(recurse=False)] for child in model.modules()}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._params = dict(model.named_parameters())
+        self._trains = {name for name, param in self._params.items() if param.requires_grad}
+        names = {param: name for name, param in self._params.items()}
         paths = {child: path for path, child in model.named_modules()}
+        owned = {child: [names[param] for param in child.parameters(recurse=False)] for child in model.modules()}
         owners = Counter(name for own in owned.values() for name in own)
-        trains = {name for name, param in model.named_parameters() if param.requires_grad}
+        trains = self._trains
         self._scopes = {
             child: _Scope(
                 paths[child],
@@ -191,12 +211,41 @@ class _Recorder:
             for child, own in owned.items()
             if own or child is model
         }
-        self._names = {state[name].untyped_storage(): name for name in names.values()}
+        self._names: dict[torch.UntypedStorage, str] = {}
 
-    def stats(self) -> MemStats:
-        """Return the record."""
+    def start(self, state: Mapping[str, Tensor] | None = None) -> None:
+        """Begin to record.
+
+        Args:
+            state: by name, what takes the place of parameters in the step, each in memory of its own; uses of those
+                outside the module that owns them are noted where `read` hears of them. None for the parameters.
+        """
+        for child, scope in self._scopes.items():
+            self._handles.append(
+                child.register_forward_pre_hook(lambda *_, scope=scope: self._enter(scope), prepend=True)
+            )
+            self._handles.append(
+                child.register_forward_hook(
+                    lambda _, args, kwargs, output, scope=scope: self._leave(scope, (args, kwargs), output),
+                    with_kwargs=True,
+                    always_call=True,  # recompute may stop early
+                )
+            )
+        for name, param in self._params.items():
+            tensor = param if state is None else state[name]
+            if state is not None:
+                self._names[tensor.untyped_storage()] = name
+            if name in self._trains:
+                hook = tensor.register_post_accumulate_grad_hook(lambda _, name=name: self._on_gradient(name))
+                self._handles.append(hook)
+
+    def stop(self) -> MemStats:
+        """Take the hooks off and return the record."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         if self._accesses:
-            self._accesses[-1].peak = self.meter.lap()
+            self._accesses[-1].peak = max(self._accesses[-1].peak, self._meter.lap())
         return MemStats(
             accesses=tuple(
                 AccessStats(
@@ -212,20 +261,6 @@ class _Recorder:
             )
         )
 
-    def hooks(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        """Hook the modules that own parameters, and the parameters of the run."""
-        for child, scope in self._scopes.items():
-            yield child.register_forward_pre_hook(lambda *_, scope=scope: self._enter(scope), prepend=True)
-            yield child.register_forward_hook(
-                lambda _, args, kwargs, output, scope=scope: self._leave(scope, (args, kwargs), output),
-                with_kwargs=True,
-                always_call=True,  # recompute may stop early
-            )
-        for name, tensor in self._state.items():
-            self.meter.ignore(tensor)
-            if tensor.requires_grad:
-                yield tensor.register_post_accumulate_grad_hook(lambda param, name=name: self._on_gradient(name, param))
-
     def read(self, storages: set[torch.UntypedStorage]) -> None:
         """Hear what memory an operation reads; give parameters that are used outside their owner to who uses them."""
         if _in_autograd() or not self._stack:
@@ -236,7 +271,7 @@ class _Recorder:
                 scope = self._stack[-1]
                 scope.names.append(name)
                 scope.borrows = True
-                if self._state[name].requires_grad:
+                if name in self._trains:
                     scope.expects.add(name)
 
     def _enter(self, scope: _Scope) -> None:
@@ -277,8 +312,7 @@ class _Recorder:
         scope.inputs_left -= 1
         self._end_if_over(scope)
 
-    def _on_gradient(self, name: str, param: Tensor) -> None:
-        param.grad = None  # where it goes is the business of the model states
+    def _on_gradient(self, name: str) -> None:
         for scope in self._scopes.values():
             if name in scope.expects:
                 scope.waiting.discard(name)
@@ -295,21 +329,28 @@ class _Recorder:
         if scope.is_root and not scope.names:
             return
         if self._accesses:
-            self._accesses[-1].peak = self.meter.lap()
+            self._accesses[-1].peak = self._meter.lap()
         else:
-            self.meter.lap()
+            self._meter.lap()
         within: list[tuple[_Scope, Phase]] = [(outer, "forward") for outer in self._stack]
         within += [(other, "backward") for other in self._active]
         self._accesses.append(_Access(phase, scope, tuple(within)))
 
 
-class MemoryMeter:
-    """Counts the bytes of what operations return, as long as it lives; views and in-place results take none.
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of what operations return while this mode is on, as long as it lives.
 
-    Under `counting`, or whatever else calls `count` with the inputs and results of operations.
+    Views and what operations write in place take none, nor does memory that came about unseen, such as parameters.
+
+    Attributes:
+        listener: hears of each operation, what memory it is about to read.
+        is_on: whether it counts.
     """
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's
+        self.listener: Callable[[set[torch.UntypedStorage]], None] | None = None
+        self.is_on = True
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._used = self._peak = 0
 
@@ -322,11 +363,27 @@ class MemoryMeter:
         """Take a tensor's memory as none of what is to be counted."""
         self._known.add(tensor.untyped_storage())
 
-    def count(self, storages: set[torch.UntypedStorage], result: object) -> None:
-        """Count new memory in what an operation returned that was given memory of these storages."""
+    def __torch_dispatch__(  # type: ignore[no-untyped-def] # torch's signature
+        self, func, types, args=(), kwargs=None
+    ):
+        if not self.is_on:
+            return func(*args, **(kwargs or {}))
+        storages = {tensor.untyped_storage() for tensor in _tensors((args, kwargs))}
+        if self.listener is not None:
+            self.listener(storages)
+        # Of a product of experts' matrices on paper torch knows the shape in bf16 only.
+        known = func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor)
+        cast = (args, kwargs or {}) if known else tree_map_only(Tensor, _to_bf16, (args, kwargs or {}))
+        result = func(*cast[0], **cast[1])
+        if not known:
+            result = result.to(args[0].dtype)
+        self._count(storages, result)
+        return result
+
+    def _count(self, given: set[torch.UntypedStorage], result: object) -> None:
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if storage in self._known or storage in storages:
+            if storage in self._known or storage in given:
                 continue
             self._known.add(storage)
             amount = storage.nbytes()
@@ -338,27 +395,8 @@ class MemoryMeter:
         self._used -= amount
 
 
-class _Operations(TorchDispatchMode):
-    """Tells a meter, and a listener, of each operation."""
-
-    def __init__(self, meter: MemoryMeter, read: Callable[[set[torch.UntypedStorage]], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch's
-        self._meter = meter
-        self._read = read
-
-    def __torch_dispatch__(  # type: ignore[no-untyped-def] # torch's signature
-        self, func, types, args=(), kwargs=None
-    ):
-        storages = {tensor.untyped_storage() for tensor in _tensors((args, kwargs))}
-        self._read(storages)
-        # Of a product of experts' matrices torch knows the shape in bf16 only.
-        known = func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16
-        cast = (args, kwargs or {}) if known else tree_map_only(Tensor, _to_bf16, (args, kwargs or {}))
-        result = func(*cast[0], **cast[1])
-        if not known:
-            result = result.to(args[0].dtype)
-        self._meter.count(storages, result)
-        return result
+def _drop_gradient(param: Tensor) -> None:
+    param.grad = None
 
 
 def _to_bf16(tensor: Tensor) -> Tensor:
