@@ -17,8 +17,8 @@ PLACEMENTS: list[dict[str, Any]] = [
     {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "max_prefetch": 1},
     {"disk_optim_frac": 0.6, "offload_optim_frac": 0.4, "disk_param_frac": 0.3, "offload_param_frac": 0.3},
     {"disk_optim_frac": 1.0, "disk_param_frac": 1.0, "max_prefetch": 2},
-    {"placement_policy": "auto", "device_capacity": 120_000},
-    {"placement_policy": "auto", "device_capacity": 250_000, "host_capacity": 300_000, "max_prefetch": 1},
+    {"placement_policy": "auto", "device_capacity": 400_000},
+    {"placement_policy": "auto", "device_capacity": 700_000, "host_capacity": 300_000, "max_prefetch": 1},
 ]
 
 

@@ -489,6 +489,23 @@ class Chunk(UsedLayout):
         self._need_closed()
         return self._mover.start(tier)
 
+    @torch.no_grad()
+    def move_master(self, tier: Tier) -> None:
+        """Carry separate master weights to another tier; both hold them meanwhile. Without any, nothing happens.
+
+        Raises:
+            TierFullError: the other tier has no room; they stay where they are.
+        """
+        self._need_closed()
+        if self._master is None or self._master_tier is None or tier is self._master_tier:
+            return
+        target = tier.allocate(self.shard_numel, self.master_dtype, f"{self.name} master weights")
+        target.copy_(self._master)
+        tier.receive(self._master_tier, target.nbytes)
+        self._master_tier.free(self._master)
+        self._master, self._master_tier = target, tier
+        self._page_out()
+
     def _finish_transfers(self) -> None:
         """Finish what still reads the shard."""
         self._mover.finish()
