@@ -78,7 +78,10 @@ class AutoRun:
             return self._try(None)
         if self.memstats is not None:
             self._budget = self._policy.model_bytes(self._total, self.memstats)
-            return self._try(self._budget)
+            try:
+                return self._try(self._budget)
+            except PlacementError as error:
+                raise self._refusal(error, "A step takes") from None
         budget = max(1, self._policy.model_bytes(self._total))
         while budget < self._total:
             try:
@@ -150,19 +153,25 @@ class AutoRun:
         try:
             self.placement = self._policy.place_again(self.placement, capacities=capacities)
         except PlacementError as error:
-            others = int(self._total * self._policy.steady_cuda_cap_ratio) - budget
-            enough = int((error.needed["device"] + others) / self._policy.steady_cuda_cap_ratio) + 1
-            raise PlacementError(
-                f"The first step took {others:,} bytes beside them, so this is what is left of the device's "
-                f"{self._total:,}. Use activation checkpoints, a smaller batch or smaller chunks, or give the device "
-                f"{enough:,} bytes.",
-                needed=error.needed,
-                available=capacities,
-            ) from None
+            self._budget = budget
+            raise self._refusal(error, "The first step took") from None
         self._device.capacity = self._budget = budget
         for shard in self._shards:
             shard.move_states(self._manager.tier(self.placement.of(shard.chunk).optim_tier))
         self._is_moving = True
+
+    def _refusal(self, error: PlacementError, who: str) -> PlacementError:
+        """Return an error that says what activations have to do with it."""
+        assert self._total is not None
+        share = self._policy.steady_cuda_cap_ratio
+        others = int(self._total * share) - self._budget
+        enough = int((error.needed["device"] + others) / share) + 1
+        return PlacementError(
+            f"{who} {others:,} bytes beside them, so this is what is left of the device's {self._total:,}. Use "
+            f"activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes.",
+            needed=error.needed,
+            available=self._capacities | {"device": self._budget},
+        )
 
     def _move(self) -> None:
         """Carry parameters to where they rest from now on, once the optimizer has used the gradients in their place."""
