@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,13 @@ from torch.utils._pytree import tree_iter
 from gemini_booster._first_step import FirstStep
 from gemini_booster._shards import ChunkShard
 from gemini_chunk import Chunk, ChunkManager, TierFullError, TierName
-from gemini_placement import AutoPlacementPolicy, MemStats, Placement, PlacementError
+from gemini_placement import AutoPlacementPolicy, MemStats, Placement, PlacementError, Plan
+from gemini_placement.interfaces import Trace
 
 # In how many steps model states are given more of the device before anything was measured, if they need it.
 _WARM_UP_BUDGETS = 20
+# How often a placement is tried again whose plan takes more than there is.
+_TRIES = 5
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 
@@ -57,7 +60,7 @@ class AutoRun:
         self._exchange: Exchange = lambda numbers: [list(numbers)]
         self._first_step: FirstStep | None = None
         self._is_moving = False
-        self._elements = self._budget = 0
+        self._elements = self._budget = self._slack = 0
         self.placement = self._place()
 
     def start(self, module: nn.Module, shards: Sequence[ChunkShard], exchange: Exchange) -> None:
@@ -81,14 +84,19 @@ class AutoRun:
             try:
                 return self._try(self._budget)
             except PlacementError as error:
-                raise self._refusal(error, "A step takes") from None
+                raise self._refusal(error.needed, "A step takes") from None
         budget = max(1, self._policy.model_bytes(self._total))
         while budget < self._total:
             try:
-                return self._try(budget)
+                return self._with_slack(self._try(budget))
             except PlacementError:
                 budget += max(1, self._total // _WARM_UP_BUDGETS)
         return self._try(self._total)
+
+    def _with_slack(self, placement: Placement[Chunk]) -> Placement[Chunk]:
+        """Let a step that nothing was foretold of take more than its placement says, up to all that there is."""
+        self._device.capacity = self._total
+        return placement
 
     def _try(self, budget: int | None) -> Placement[Chunk]:
         self._device.capacity = budget
@@ -102,10 +110,7 @@ class AutoRun:
 
     def begin_forward(self, inputs: object, *, trains: bool) -> None:
         """Hear of a forward that is about to be called with these inputs."""
-        if self._first_step is not None and not self._first_step.is_recording:
-            self._first_step.leave_mode()
-            if self.memstats is not None:
-                self._first_step = None
+        self.end_recording()
         self._move()
         if trains and self._total is not None:
             self._leave_room(sum(leaf.numel() for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)))
@@ -120,9 +125,16 @@ class AutoRun:
             else:
                 self._first_step.leave()
 
+    def end_recording(self) -> None:
+        """Leave nothing of a recorded step behind, if it is over."""
+        if self._first_step is not None and not self._first_step.is_recording:
+            self._first_step.leave_mode()
+            if self.memstats is not None:
+                self._first_step = None
+
     def _leave_room(self, elements: int) -> None:
         """Take from model states what a step needs whose inputs have more elements than those that were measured."""
-        elements = max(numbers[0] for numbers in self._exchange([elements]))
+        elements = self._most(elements)
         if self.memstats is None:
             self._elements = max(self._elements, elements)
             return
@@ -130,46 +142,69 @@ class AutoRun:
         assert self._total is not None
         whole = int(self._total * self._policy.steady_cuda_cap_ratio)
         others = (whole - self._budget) * max(self._elements, elements) // max(1, self._elements)
-        if whole - others < self.placement.needed_bytes["device"]:
-            capacities = self._capacities | {"device": whole - others}
+        if whole - others < self._least:
+            capacities = self._capacities | {"device": max(0, whole - others - self._slack)}
             self.placement = self._policy.evict(self.placement, capacities=capacities)
             self._is_moving = True
             self._move()
-        self._device.capacity = max(whole - others, self.placement.needed_bytes["device"])
+        self._device.capacity = max(whole - others, self._least)
 
-    def learn(self) -> None:
+    @property
+    def _least(self) -> int:
+        """Bytes of the device that a step takes at least, as chunks are placed now."""
+        return self.placement.needed_bytes["device"] + self._slack
+
+    def learn(self, trace: Trace[Chunk]) -> Plan[Chunk] | None:
         """Use what the first step has shown; every rank calls it at the end of that step's backward.
+
+        Returns:
+            The plan of later steps, or None where there is nothing to learn.
 
         Raises:
             PlacementError: model states and activations do not fit together.
         """
         if self._first_step is None or not self._first_step.is_recording:
-            return
+            return None
         self.memstats = self._first_step.finish()
         if self._total is None:
-            return
-        budget = min(numbers[0] for numbers in self._exchange([self._policy.model_bytes(self._total, self.memstats)]))
-        capacities = self._capacities | {"device": budget}
-        try:
-            self.placement = self._policy.place_again(self.placement, capacities=capacities)
-        except PlacementError as error:
-            self._budget = budget
-            raise self._refusal(error, "The first step took") from None
-        self._device.capacity = self._budget = budget
+            return None
+        self._budget = -self._most(-self._policy.model_bytes(self._total, self.memstats))
+        limit = self._budget
+        for _ in range(_TRIES):
+            try:
+                placement = self._policy.place_again(self.placement, capacities=self._capacities | {"device": limit})
+            except PlacementError as error:
+                raise self._refusal(error.needed, "The first step took") from None
+            plan = self._policy.schedule(trace, placement)
+            peak = self._most(plan.peak_bytes["device"])
+            if peak <= self._budget:
+                break
+            limit -= peak - self._budget  # the plan takes more than is known of chunks without an order of use
+            if limit < 0:
+                raise self._refusal(plan.peak_bytes, "The first step took")
+        else:
+            raise self._refusal(plan.peak_bytes, "The first step took")
+        self.placement = placement
+        self._slack = max(0, peak - placement.needed_bytes["device"])
+        self._device.capacity = self._budget
         for shard in self._shards:
             shard.move_states(self._manager.tier(self.placement.of(shard.chunk).optim_tier))
         self._is_moving = True
+        return plan
 
-    def _refusal(self, error: PlacementError, who: str) -> PlacementError:
+    def _most(self, amount: int) -> int:
+        return max(numbers[0] for numbers in self._exchange([amount]))
+
+    def _refusal(self, needed: Mapping[TierName, int], who: str) -> PlacementError:
         """Return an error that says what activations have to do with it."""
         assert self._total is not None
         share = self._policy.steady_cuda_cap_ratio
         others = int(self._total * share) - self._budget
-        enough = int((error.needed["device"] + others) / share) + 1
+        enough = int((needed["device"] + others) / share) + 1
         return PlacementError(
             f"{who} {others:,} bytes beside them, so this is what is left of the device's {self._total:,}. Use "
             f"activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes.",
-            needed=error.needed,
+            needed=needed,
             available=self._capacities | {"device": self._budget},
         )
 

@@ -16,8 +16,8 @@ class FirstStep:
     [Note: Counting on the CPU]
     There memory is counted by a dispatch mode that sees the results of all operations. It must be on in the loss and in
     backward, too, which the user calls, and autograd takes the modes for backward from where it was called. So it is
-    entered in forward and left after backward, at the next call of the wrapper; between the end of backward and that it
-    counts nothing. Where the user's own modes are on it would be left in the wrong order, so it is on in forward only.
+    entered in forward and left when the optimizer steps, or at the next forward; after backward it counts nothing.
+    Where modes of the user's are on it would be left in the wrong order, so it is on in forward only.
 
     Args:
         module: the model.
@@ -72,9 +72,10 @@ class FirstStep:
 
     def leave_mode(self) -> None:
         """Leave the dispatch mode, if it is still on."""
-        if self._is_entered and self._meter is not None:
+        depth = torch._C._len_torch_dispatch_stack()
+        if self._is_entered and depth and torch._C._get_dispatch_stack_at(depth - 1) is self._meter:
             self._is_entered = False
-            self._meter.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch's modes are untyped
+            self._meter.__exit__(None, None, None)
 
 
 class _AcceleratorMeter:

@@ -48,14 +48,14 @@ class _Planner(Generic[_ChunkT]):
     Args:
         policy: the policy.
         placement: returns where the chunks rest now.
-        learn: called before a training step is planned.
+        learn: returns a plan for the first training step, if there is more to it than its trace.
     """
 
     def __init__(
         self,
         policy: StaticPlacementPolicy | AutoPlacementPolicy,
         placement: Callable[[], Placement[_ChunkT]],
-        learn: Callable[[], None] | None,
+        learn: Callable[[Trace[_ChunkT]], Plan[_ChunkT] | None] | None,
     ) -> None:
         self._policy = policy
         self._placement = placement
@@ -64,9 +64,10 @@ class _Planner(Generic[_ChunkT]):
 
     def schedule(self, trace: Trace[_ChunkT]) -> Plan[_ChunkT]:
         """Plan one recorded step."""
+        plan = None
         if self._learn is not None and any(access.phase == "backward" for access in trace.accesses):
-            self._learn()
-        self.plans.append(self._policy.schedule(trace, self._placement()))
+            plan = self._learn(trace)
+        self.plans.append(plan or self._policy.schedule(trace, self._placement()))
         return self.plans[-1]
 
 
@@ -287,6 +288,11 @@ class GeminiDDP(ZeroDDP[Chunk]):
             raise
         auto.end_forward(failed=False)
         return output
+
+    def end_recording(self) -> None:
+        """Leave nothing of the recorded first step behind; an optimizer calls it once it steps."""
+        if self._auto is not None:
+            self._auto.end_recording()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used.
