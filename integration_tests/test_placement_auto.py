@@ -28,7 +28,8 @@ def train(rank: int, **settings: Any) -> tuple[list[float], GeminiDDP, list[dict
     torch.manual_seed(7)
     model = GeminiDDP(build_model("llama", layers=3), precision="bf16", **{**SMALL_CHUNKS, **settings})
     optimizer = GeminiAdamOptimizer(model, lr=1e-2, max_norm=1.0)
-    losses, peaks = [], []
+    losses: list[float] = []
+    peaks: list[dict[str, int]] = []
     for step in range(14):
         for tier in model.chunk_manager.tiers.values():
             tier.reset_peak()
