@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import TYPE_CHECKING, Generic
 
 from gemini_placement.interfaces import ChunkT, Phase
+
+if TYPE_CHECKING:
+    from gemini_placement._stats import AccessStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +31,7 @@ class ChunkTrace(Generic[ChunkT]):
     accesses: tuple[ChunkAccess[ChunkT], ...]
 
 
-class NamedAccess(Protocol):
-    """What is read of an `AccessStats`."""
-
-    @property
-    def phase(self) -> Phase: ...
-    @property
-    def params(self) -> tuple[str, ...]: ...
-    @property
-    def non_model_bytes(self) -> int: ...
-    @property
-    def module(self) -> str: ...
-    @property
-    def within(self) -> tuple[str, ...]: ...
-    @property
-    def gradients(self) -> tuple[str, ...]: ...
-    @property
-    def ends(self) -> tuple[tuple[str, int], ...]: ...
-
-
-def make_trace(accesses: Sequence[NamedAccess], chunks: Mapping[str, ChunkT], *, world_size: int) -> ChunkTrace[ChunkT]:
+def make_trace(accesses: Sequence[AccessStats], chunks: Mapping[str, ChunkT], *, world_size: int) -> ChunkTrace[ChunkT]:
     """See `MemStats.trace`."""
     missing: dict[ChunkT, set[str]] = {}
     for name, chunk in chunks.items():
@@ -87,7 +71,7 @@ class _Uses(Generic[ChunkT]):
     whole, and its backward is over when all of them have gradients.
     """
 
-    def __init__(self, accesses: Sequence[NamedAccess], chunks: Mapping[str, ChunkT], world_size: int) -> None:
+    def __init__(self, accesses: Sequence[AccessStats], chunks: Mapping[str, ChunkT], world_size: int) -> None:
         entered = Counter(access.module for access in accesses if access.phase == "forward")
         self._several = {module for module, count in entered.items() if count > 1 and world_size > 1}
         self._names = chunks.keys()
@@ -95,7 +79,7 @@ class _Uses(Generic[ChunkT]):
         self._lasting: dict[str, None] = {}
         self._open: dict[tuple[str, ...], set[str]] = {}
 
-    def begin(self, access: NamedAccess) -> Collection[str]:
+    def begin(self, access: AccessStats) -> Collection[str]:
         """Begin an access, and return what is in use during it."""
         if access.phase == "backward":
             if access.module in self._several:
@@ -106,7 +90,7 @@ class _Uses(Generic[ChunkT]):
         in_use = (*access.params, *access.within, *self._lasting, *(cover[0] for cover in self._open))
         return [name for name in in_use if name in self._names]
 
-    def over(self, access: NamedAccess, gradients: Sequence[str]) -> set[str]:
+    def over(self, access: AccessStats, gradients: Sequence[str]) -> set[str]:
         """Return what is not in use any more when the last of these gradients comes."""
         over = {name for name, number in access.ends if number < len(gradients)} - self._lasting.keys()
         for cover, left in self._open.items():
