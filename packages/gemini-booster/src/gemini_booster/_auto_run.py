@@ -210,7 +210,7 @@ class AutoRun:
 
     def _move(self) -> None:
         """Carry parameters to where they rest from now on, once the optimizer has used the gradients in their place."""
-        if not self._is_moving or any(chunk.gradient is not None for chunk in self._manager.chunks):
+        if not self._is_moving or any(self._is_busy(chunk) for chunk in self._manager.chunks):
             return
         stay = self._manager.world_size > 1  # a single rank's chunks are gathered as long as they rest on the device
         waiting = [chunk for chunk in self._manager.chunks if not (stay and chunk.keeps_gathered)]
@@ -220,6 +220,9 @@ class AutoRun:
                 break  # they stay: two would have to change places, and neither tier has room for both
             waiting = left
         self._is_moving = False
+
+    def _is_busy(self, chunk: Chunk) -> bool:
+        return chunk.users > 0 or chunk.gradient is not None or chunk.has_local_gradient
 
     def _moved(self, chunk: Chunk) -> bool:
         """Carry a chunk's parameters to where they are to rest, if there is room now."""
