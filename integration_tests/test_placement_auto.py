@@ -11,6 +11,7 @@ import torch
 from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
 from gemini_chunk import ChunkManager
 from gemini_placement import PlacementError
+from gemini_placement.tracer import trace_model
 from models import SMALL_CHUNKS, VOCABULARY, build_model, lm_loss
 from ranks import run_ranks
 
@@ -22,36 +23,59 @@ def growing_ids(rank: int, step: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (2, length), generator=generator)
 
 
-def train(rank: int, **settings: Any) -> tuple[list[float], GeminiDDP]:
+def train(rank: int, **settings: Any) -> tuple[list[float], GeminiDDP, list[dict[str, int]]]:
+    """Return the losses of 14 steps, and the bytes at the peak of each tier in each of them."""
     torch.manual_seed(7)
     model = GeminiDDP(build_model("llama", layers=3), precision="bf16", **{**SMALL_CHUNKS, **settings})
     optimizer = GeminiAdamOptimizer(model, lr=1e-2, max_norm=1.0)
-    losses = []
+    losses: list[float] = []
+    peaks: list[dict[str, int]] = []
     for step in range(14):
+        for tier in model.chunk_manager.tiers.values():
+            tier.reset_peak()
         loss = lm_loss(model, growing_ids(rank, step))
         losses.append(loss.item())
         optimizer.backward(loss)
         optimizer.step()
-    return losses, model
+        peaks.append({name: tier.peak for name, tier in model.chunk_manager.tiers.items()})
+    return losses, model, peaks
+
+
+def activation_bytes(rank: int, step: int) -> int:
+    """Return what a step takes beside the model states."""
+    ids = growing_ids(rank, step)
+    batch = {"input_ids": ids, "labels": ids}
+    return trace_model(build_model("llama", layers=3), batch, dtype=torch.bfloat16).max_non_model_bytes
 
 
 def check_growth(rank: int, world_size: int, folder: str) -> None:
-    wanted, unlimited = train(rank)
+    wanted, unlimited, _ = train(rank)
     whole = unlimited.placement.needed_bytes["device"]
+    activations = {step: activation_bytes(rank, step) for step in (0, 10, 11, 12, 13)}
+    assert activations[12] > 1.5 * activations[0]  # sequences of twice the length
     refused = []
     for share in (0.2, 0.35, 0.5, 0.8):
         for prefetch in (0, 1):
-            capacities: dict[str, Any] = {"device_capacity": int(share * whole), "host_capacity": int(0.3 * whole)}
+            device, host = int(share * whole + 2 * activations[12]), int(0.3 * whole)
             try:
-                losses, model = train(
-                    rank, placement_policy="auto", max_prefetch=prefetch, offload_directory=folder, **capacities
+                losses, model, peaks = train(
+                    rank,
+                    placement_policy="auto",
+                    max_prefetch=prefetch,
+                    offload_directory=folder,
+                    device_capacity=device,
+                    host_capacity=host,
+                    gpu_margin_mem_ratio=0.0,  # optimizer states never leave the tier that they rest in
                 )
             except PlacementError:
                 refused.append(share)
                 continue
             assert losses == wanted, (share, prefetch)
-            for name, usage in model.memory_usage().items():
-                assert name == "disk" or (usage["peak"] or 0) <= capacities[f"{name}_capacity"]
+            assert model.memstats is not None
+            assert model.memstats.max_non_model_bytes == activations[0], "what was counted is what was foretold"
+            for step, peak in enumerate(peaks):
+                assert peak["device"] + activations[step if step > 9 else 0] <= device, (share, prefetch, step)
+                assert peak["host"] <= host
             assert model.deviations == 0
     assert set(refused) <= {0.2}, refused
 
@@ -63,7 +87,7 @@ def test_sequences_that_grow_train_as_without_a_limit_and_keep_every_capacity(wo
 
 
 def check_eviction(rank: int, world_size: int, folder: str) -> None:
-    wanted, _ = train(rank)
+    wanted, *_ = train(rank)
     has_room = ChunkManager.has_room
     away: dict[str, Any] = {"offload_param_frac": 0.5, "disk_param_frac": 0.5, "offload_optim_frac": 1.0}
     evictions = 0
@@ -75,7 +99,7 @@ def check_eviction(rank: int, world_size: int, folder: str) -> None:
         return False  # as if the device were full at every access
 
     ChunkManager.has_room = without_room  # type: ignore[method-assign] # the ranks' processes end here
-    losses, model = train(rank, max_prefetch=2, offload_directory=folder, **away)
+    losses, model, _ = train(rank, max_prefetch=2, offload_directory=folder, **away)
     assert losses == wanted
     assert evictions > len(model.plans[0].steps)
 

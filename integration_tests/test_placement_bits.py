@@ -24,7 +24,7 @@ PLACEMENTS += [
     for share, prefetch in itertools.product((0.5, 1.0), (0, 2))
 ]
 PLACEMENTS.append({"placement_policy": "auto"})
-PLACEMENTS.append({"placement_policy": "auto", "device_capacity": "300kB", "max_prefetch": 1})
+PLACEMENTS.append({"placement_policy": "auto", "device_capacity": "1MB", "max_prefetch": 1})
 
 
 def losses_of(rank: int, precision: str, steps: int = 3, **settings: Any) -> tuple[list[float], list[torch.Tensor]]:

@@ -46,6 +46,7 @@ DECIDED_BEFORE = {
     "GeminiOptimizer.zero_grad",
     "ZeroDDP.zero_grad",
     "ZeroOptimizer.zero_grad",
+    "GeminiDDP.forward",
     "ZeroDDP.forward",
     "ZeroDDP.state_dict",
     "ZeroDDP.load_state_dict",

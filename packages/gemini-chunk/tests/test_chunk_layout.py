@@ -137,6 +137,27 @@ def test_bytes_are_counted_where_they_lie() -> None:
     assert (device.used, host.used) == (0, 300)
 
 
+def test_master_weights_move_and_keep_their_values() -> None:
+    device, host = device_tier("cpu"), host_tier()
+    chunk = Chunk(64, torch.bfloat16, device=device)
+    chunk.append(nn.Parameter(torch.randn(5, 10)), "a")
+    chunk.close(host, master=host)
+    assert chunk.master is not None
+    wanted = chunk.master.clone()
+    chunk.move_master(device)
+    assert torch.equal(chunk.master, wanted)
+    assert (device.used, host.used) == (50 * 4, 50 * 2)
+    assert device.received == {"host": 50 * 4}
+    with pytest.raises(TierFullError):
+        chunk.move_master(host_tier(capacity=100))
+    assert torch.equal(chunk.master, wanted)
+    own = Chunk(8, torch.float32, device=device)
+    own.append(nn.Parameter(torch.randn(8)), "b")
+    own.close(host, master=host)
+    own.move_master(device)
+    assert own.master is own.shard, "it has none to move"
+
+
 def test_a_chunk_that_rests_gathered_holds_its_bytes_once() -> None:
     device = device_tier("cpu")
     chunk = Chunk(64, torch.float32, device=device)

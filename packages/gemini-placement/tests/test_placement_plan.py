@@ -210,12 +210,13 @@ def test_stats_come_back_from_json_and_from_a_file(tmp_path) -> None:
     ("text", "says"),
     [
         ("{", "Expecting"),
-        ("[]", "not a record of format 1"),
-        ('{"format": 2, "accesses": []}', "not a record of format 1"),
-        ('{"format": 1}', "damaged"),
-        ('{"format": 1, "accesses": [{"phase": "forward"}]}', "damaged"),
-        ('{"format": 1, "accesses": [{"phase": "x", "params": [], "non_model_bytes": 0}]}', "the phase 'x'"),
-        ('{"format": 1, "accesses": [{"phase": "forward", "params": [], "non_model_bytes": -1}]}', "use 0 or more"),
+        ("[]", "not a record of format 2"),
+        ('{"format": 3, "accesses": []}', "not a record of format 2"),
+        ('{"format": 2}', "damaged"),
+        ('{"format": 2, "accesses": [{"phase": "forward"}]}', "damaged"),
+        (STATS.to_json().replace('"backward"', '"x"'), "the phase 'x'"),
+        (STATS.to_json().replace("40", "-1"), "use 0 or more"),
+        (STATS.to_json().replace("40", '"many"'), "damaged"),
     ],
 )
 def test_stats_refuse_what_is_no_record(text, says) -> None:

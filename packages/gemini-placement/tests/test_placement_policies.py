@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_placement import (
+    AccessStats,
     AutoPlacementPolicy,
     ChunkPlacement,
     MemStats,
@@ -359,12 +360,50 @@ def test_auto_refusal_names_a_lower_prefetch_that_fits() -> None:
 
 def test_auto_leaves_the_device_to_other_data_before_and_after_measuring() -> None:
     policy = AutoPlacementPolicy(warmup_non_model_data_ratio=0.75, steady_cuda_cap_ratio=0.5)
-    stats = MemStats.from_json(
-        '{"format": 1, "accesses": [{"phase": "forward", "params": ["w"], "non_model_bytes": 300}]}'
-    )
+    stats = MemStats(accesses=(AccessStats(phase="forward", params=("w",), non_model_bytes=300),))
     assert policy.model_bytes(1000) == 250
     assert policy.model_bytes(1000, stats) == 200
     assert policy.model_bytes(400, stats) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(chunk_lists(), st.integers(0, 600), st.integers(0, 600))
+def test_auto_places_again_within_other_capacities_what_can_be_moved(given_chunks, first: int, second: int) -> None:
+    chunks, world_size = given_chunks
+    policy = AutoPlacementPolicy()
+    try:
+        placement = policy.place(chunks, capacities={"device": first, "host": None}, world_size=world_size)
+    except PlacementError:
+        return
+    before = [placement.of(chunk) for chunk in chunks]
+    try:
+        placed = policy.place_again(placement, capacities={"device": second, "host": None})
+    except PlacementError:
+        assert placement.needed_bytes["device"] > second
+    else:
+        assert placed.needed_bytes["device"] <= second
+        for chunk, old in zip(chunks, before, strict=True):
+            kept = world_size > 1 and old.keep_gathered
+            assert placed.of(chunk).keep_gathered == kept or world_size == 1
+            assert not kept or placed.of(chunk).param_tier == "device"
+    evicted = policy.evict(placement, capacities={"device": second, "host": None})
+    for chunk, old in zip(chunks, before, strict=True):
+        assert evicted.of(chunk).optim_tier == old.optim_tier
+        assert evicted.of(chunk).param_tier in (old.param_tier, "host")
+    if evicted.needed_bytes["device"] > second:
+        stay = [chunk for chunk in chunks if evicted.of(chunk).param_tier == "device"]
+        assert all(world_size > 1 and evicted.of(chunk).keep_gathered for chunk in stay)
+
+
+def test_chunks_that_are_their_own_master_weights_are_not_placed_again() -> None:
+    chunks = [
+        PaperChunk(name=f"c{i}", full_bytes=80, shard_bytes=40, optim_bytes=120, is_own_master=True) for i in range(3)
+    ]
+    policy = AutoPlacementPolicy()
+    placement = policy.place(chunks, capacities={"device": 360, "host": None}, world_size=2)
+    again = policy.place_again(placement, capacities={"device": None, "host": None})
+    assert again.digest == placement.digest
+    assert policy.place(chunks, capacities={"device": None, "host": None}, world_size=2).digest != again.digest
 
 
 def test_placement_is_alike_in_processes_with_other_hash_seeds() -> None:

@@ -18,7 +18,11 @@ SIGNATURES = {
     ),
     "ChunkPlacement": "(*, keep_gathered: 'bool', param_tier: 'TierName', optim_tier: 'TierName') -> None",
     "MemStats": "(*, accesses: 'tuple[AccessStats, ...]') -> None",
-    "AccessStats": "(*, phase: 'Phase', params: 'tuple[str, ...]', non_model_bytes: 'int') -> None",
+    "AccessStats": (
+        "(*, phase: 'Phase', params: 'tuple[str, ...]', non_model_bytes: 'int', module: 'str' = '', "
+        "within: 'tuple[str, ...]' = (), gradients: 'tuple[str, ...]' = (), ends: 'tuple[tuple[str, int], ...]' = ()) "
+        "-> None"
+    ),
 }
 
 

@@ -67,7 +67,10 @@ def test_longer_batches_take_more_and_recompute_takes_less() -> None:
     model.saves = True
     saving = tracer.trace_model(model, batch)
     assert saving.max_non_model_bytes < 0.5 * plain.max_non_model_bytes
-    assert len(saving.accesses) > len(plain.accesses)
+    for stats in (plain, saving):
+        assert [access.params[0] for access in stats.accesses[12:14]] == ["blocks.5.2.weight", "blocks.5.0.weight"]
+    assert plain.accesses[13].within == ()
+    assert saving.accesses[13].within == ("blocks.5.2.weight", "blocks.5.2.bias"), "recompute comes in between"
 
 
 def test_a_model_without_memory_is_traced_and_keeps_what_it_has() -> None:

@@ -8,12 +8,13 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gemini_booster._auto_run import AutoRun, device_total
 from gemini_booster._launch import check_world_size, group_of
 from gemini_booster._modules import check_called, compute_in_fp32, find_modules, params_of
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
@@ -42,16 +43,31 @@ _wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Planner(Generic[_ChunkT]):
-    """A policy that has placed the chunks, as the planner of a `ZeroDDP`; it remembers its plans."""
+    """A policy that has placed the chunks, as the planner of a `ZeroDDP`; it remembers its plans.
 
-    def __init__(self, policy: StaticPlacementPolicy | AutoPlacementPolicy, placement: Placement[_ChunkT]) -> None:
+    Args:
+        policy: the policy.
+        placement: returns where the chunks rest now.
+        learn: returns a plan for the first training step, if there is more to it than its trace.
+    """
+
+    def __init__(
+        self,
+        policy: StaticPlacementPolicy | AutoPlacementPolicy,
+        placement: Callable[[], Placement[_ChunkT]],
+        learn: Callable[[Trace[_ChunkT]], Plan[_ChunkT] | None] | None,
+    ) -> None:
         self._policy = policy
         self._placement = placement
+        self._learn = learn
         self.plans: list[Plan[_ChunkT]] = []
 
     def schedule(self, trace: Trace[_ChunkT]) -> Plan[_ChunkT]:
         """Plan one recorded step."""
-        self.plans.append(self._policy.schedule(trace, self._placement))
+        plan = None
+        if self._learn is not None and any(access.phase == "backward" for access in trace.accesses):
+            plan = self._learn(trace)
+        self.plans.append(plan or self._policy.schedule(trace, self._placement()))
         return self.plans[-1]
 
 
@@ -74,9 +90,10 @@ class GeminiDDP(ZeroDDP[Chunk]):
         warmup_non_model_data_ratio: share of the device kept free of model data before the first step. Auto only.
         steady_cuda_cap_ratio: share of the device that may be used later. Auto only.
         gpu_margin_mem_ratio: share that optimizer states may take of what parameters leave free there. Auto only.
-        device_capacity: bytes of model states that the compute device may hold (``"2GiB"`` or a number); None for no
-            limit.
-        host_capacity: likewise for main memory.
+        device_capacity: bytes of the compute device (``"2GiB"`` or a number); None for all that an accelerator has, or
+            for no limit on the CPU. Static counts model states alone. Auto counts all that a step takes there, which
+            the first training step shows; so it may refuse at the end of that step.
+        host_capacity: bytes of model states in main memory; None for no limit.
         offload_directory: folder for memory-mapped files; None for no disk tier.
         max_prefetch: chunks gathered ahead of their use.
         hidden_dim: step of the chunk search in elements; by default 1024.
@@ -164,7 +181,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
             leaves = find_modules(module, leaf_modules, "leaf_modules")
             check_called(leaves, "leaf_modules")
             kept = find_modules(module, keep_fp32, "keep_fp32")
-            device = device_tier(capacity=_device_capacity(policy, device_capacity, memstats))
+            asked = to_bytes(device_capacity, "device_capacity")
+            device = device_tier(capacity=asked)
             host = host_tier(to_bytes(host_capacity, "host_capacity"), pin_memory=pin_memory)
             disk = None if offload_directory is None else disk_tier(offload_directory)
             manager = ChunkManager(device=device, host=host, disk=disk, process_group=process_group)
@@ -190,11 +208,16 @@ class GeminiDDP(ZeroDDP[Chunk]):
                         accumulates=enable_gradient_accumulation,
                         reduce_dtype=_reduced_in(reduce_dtype, group_dtype, manager.world_size),
                     )
-            placement = policy.place(
-                manager.chunks,
-                capacities={name: tier.capacity for name, tier in manager.tiers.items()},
-                world_size=manager.world_size,
-            )
+            auto: AutoRun | None = None
+            if isinstance(policy, AutoPlacementPolicy):
+                auto = AutoRun(policy, manager, device_total(asked), memstats)
+                placement = auto.placement
+            else:
+                placement = policy.place(
+                    manager.chunks,
+                    capacities={name: tier.capacity for name, tier in manager.tiers.items()},
+                    world_size=manager.world_size,
+                )
             facts += [placement.digest, *(_fingerprint(chunk) for chunk in manager.chunks)]
             facts += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
         _wrapped.update(_owners(module))
@@ -207,7 +230,11 @@ class GeminiDDP(ZeroDDP[Chunk]):
             for info in chunk.tensors:
                 forget(info.tensor)
         _settle_buffers(module, device.device, manager.collectives)
-        planner = _Planner(policy, placement)
+        planner = _Planner(
+            policy,
+            (lambda: placement) if auto is None else (lambda: auto.placement),
+            None if auto is None else auto.learn,
+        )
         if dtype != torch.float32:
             compute_in_fp32(kept, dtype)
         super().__init__(
@@ -225,14 +252,47 @@ class GeminiDDP(ZeroDDP[Chunk]):
         self.precision = precision
         self.chunk_manager = manager
         self.plans = planner.plans
-        self.placement = placement
+        self._auto = auto
+        self._placement = placement
+        self._memstats = memstats
         self.expected_plan: Plan[Chunk] | None = None
         if memstats is not None:
             chunks = {name: manager.chunk_of(param) for name, param in module.named_parameters()}
-            self.expected_plan = policy.schedule(memstats.trace(chunks), placement)
+            self.expected_plan = policy.schedule(memstats.trace(chunks, world_size=manager.world_size), placement)
         self.shards: Sequence[ChunkShard] = _shards(states, host)
+        if auto is not None:
+            auto.start(module, self.shards, self._ranks.exchange)
         if verbose and manager.collectives.rank == 0:
             logger.info("%s\n%s", manager.describe(), placement.describe())
+
+    @property
+    def placement(self) -> Placement[Chunk]:
+        """Where chunks rest; auto places them anew when the first training step is over."""
+        return self._placement if self._auto is None else self._auto.placement
+
+    @property
+    def memstats(self) -> MemStats | None:
+        """The record of a step: as given, or with auto that of the first training step once its backward is over."""
+        return self._memstats if self._auto is None else self._auto.memstats
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with inputs and outputs cast as asked for."""
+        auto = self._auto
+        if auto is None:
+            return super().forward(*args, **kwargs)
+        auto.begin_forward((args, kwargs), trains=self.training and torch.is_grad_enabled())
+        try:
+            output = super().forward(*args, **kwargs)
+        except BaseException:
+            auto.end_forward(failed=True)
+            raise
+        auto.end_forward(failed=False)
+        return output
+
+    def end_recording(self) -> None:
+        """Leave nothing of the recorded first step behind; an optimizer calls it once it steps."""
+        if self._auto is not None:
+            self._auto.end_recording()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used.
@@ -266,16 +326,6 @@ def _shards(states: Mapping[Chunk, Tier], host: Tier) -> Sequence[ChunkShard]:
         if chunk.trainable:
             shards.append(ChunkShard(chunk, tier, host, shards[-1] if shards else None))
     return shards[::-1]
-
-
-def _device_capacity(
-    policy: StaticPlacementPolicy | AutoPlacementPolicy, asked: int | str | None, memstats: MemStats | None
-) -> int | None:
-    """Return the bytes that model states may take on the device: as asked, or what auto measures and leaves to them."""
-    if asked is None and isinstance(policy, AutoPlacementPolicy) and torch.accelerator.is_available():
-        _, total = torch.accelerator.get_memory_info()
-        return policy.model_bytes(total, memstats)
-    return to_bytes(asked, "device_capacity")
 
 
 def _groups(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import overload
+
 import torch
 
 from gemini_booster._gemini_ddp import GeminiDDP
@@ -59,6 +62,19 @@ class GeminiOptimizer(ZeroOptimizer):
             norm_type=norm_type,
             verbose=verbose,
         )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters; see `ZeroOptimizer.step`."""
+        if closure is None:
+            self.module.end_recording()
+            return super().step()
+        return super().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, those of backwards under ``no_sync`` as well.

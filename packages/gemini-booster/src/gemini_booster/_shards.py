@@ -33,26 +33,31 @@ class ChunkShard:
     """
 
     def __init__(self, chunk: Chunk, states: Tier, host: Tier, following: ChunkShard | None) -> None:
-        self._chunk = chunk
+        self.chunk = chunk
         self._states = states
         self._host = host
         self._following = following
         self._reads_ahead = following is not None
         self._memories: list[Tensor] = []
+        self._next_states: Tier | None = None
 
     @property
     def name(self) -> str:
         """The chunk's name."""
-        return self._chunk.name
+        return self.chunk.name
 
     @cached_property
     def slices(self) -> Sequence[ParamRun]:
         """The parameters' elements in this shard, in order."""
         runs = []
-        for part in self._chunk.slices:
+        for part in self.chunk.slices:
             assert isinstance(part.info.tensor, nn.Parameter)
             runs.append(ParamRun(part.info.tensor, part.start, part.numel, part.param_offset))
         return runs
+
+    def move_states(self, tier: Tier) -> None:
+        """Let the states rest in another tier from the next update on; where there are some already, they stay."""
+        self._next_states = tier
 
     def grad(self) -> Tensor | None:
         """The averaged gradient, shape ``(shard_numel,)``.
@@ -60,16 +65,20 @@ class ChunkShard:
         Raises:
             ChunkError: this rank has gradients of backwards under ``no_sync`` that have not been averaged.
         """
-        if self._chunk.has_local_gradient:
+        if self._next_states is not None and not self._memories:
+            self.chunk.move_master(self._next_states)
+            self._states = self._next_states
+        self._next_states = None
+        if self.chunk.has_local_gradient:
             raise ChunkError(
                 f"{self.name} has gradients that were not averaged over the ranks: the last backward before "
                 "optimizer.step() must run outside of no_sync."
             )
-        return self._chunk.gradient
+        return self.chunk.gradient
 
     def master(self) -> Tensor:
         """The weights to update, shape ``(shard_numel,)``."""
-        master = self._chunk.master
+        master = self.chunk.master
         assert master is not None, "only trainable chunks are given to an optimizer"
         if self._reads_ahead and self._following is not None:
             self._reads_ahead = False  # once in a step is enough
@@ -78,7 +87,7 @@ class ChunkShard:
 
     def page_in(self) -> None:
         """Tell that gradient, master weights and states are needed soon: from the disk they are read ahead."""
-        self._chunk.page_in(master=True)
+        self.chunk.page_in(master=True)
         for memory in self._memories:
             self._states.page_in(memory)
 
@@ -89,28 +98,28 @@ class ChunkShard:
 
     def without_gradient(self) -> Collection[nn.Parameter]:
         """The parameters of which no rank has a gradient."""
-        return [info.tensor for info in self._chunk.without_gradient if isinstance(info.tensor, nn.Parameter)]
+        return [info.tensor for info in self.chunk.without_gradient if isinstance(info.tensor, nn.Parameter)]
 
     def commit(self) -> None:
         """Take the updated weights into the working parameters; the states are not needed before the next step."""
         self._reads_ahead = True
         self._count_update()
-        self._chunk.commit()
+        self.chunk.commit()
         for memory in self._memories:
             self._states.page_out(memory)
 
     def _count_update(self) -> None:
         """Count what the update has moved: the gradient and the new weights, and states on the disk there and back."""
         computes = self._host if self._states.name == "disk" else self._states
-        rest, master = self._chunk.rest, self._chunk.master
-        computes.receive(rest, self._chunk.shard_bytes)
+        rest, master = self.chunk.rest, self.chunk.master
+        computes.receive(rest, self.chunk.shard_bytes)
         if master is not None:
-            if master is not self._chunk.shard:
-                rest.receive(computes, self._chunk.shard_bytes)
+            if master is not self.chunk.shard:
+                rest.receive(computes, self.chunk.shard_bytes)
             state_bytes = master.nbytes + sum(memory.nbytes for memory in self._memories)
             computes.receive(self._states, state_bytes)
             self._states.receive(computes, state_bytes)
 
     def discard(self) -> None:
         """Drop the gradient."""
-        self._chunk.discard()
+        self.chunk.discard()

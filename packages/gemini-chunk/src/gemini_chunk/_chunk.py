@@ -144,6 +144,11 @@ class Chunk(UsedLayout):
         return 0 if self._full is not None and self._full.is_held else self.full_bytes
 
     @property
+    def stages_gradient(self) -> bool:
+        """Whether a reduced gradient comes to the compute device first when the shard rests on another tier."""
+        return self._device.device.type != "cpu" or self.dtype != self.reduce_dtype or self.accumulates
+
+    @property
     def has_local_gradient(self) -> bool:
         """Whether gradients of this rank wait for a reduction that has not started."""
         return self._reduction.is_filling
@@ -483,6 +488,23 @@ class Chunk(UsedLayout):
         """
         self._need_closed()
         return self._mover.start(tier)
+
+    @torch.no_grad()
+    def move_master(self, tier: Tier) -> None:
+        """Carry separate master weights to another tier; both hold them meanwhile. Without any, nothing happens.
+
+        Raises:
+            TierFullError: the other tier has no room; they stay where they are.
+        """
+        self._need_closed()
+        if self._master is None or self._master_tier is None or tier is self._master_tier:
+            return
+        target = tier.allocate(self.shard_numel, self.master_dtype, f"{self.name} master weights")
+        target.copy_(self._master)
+        tier.receive(self._master_tier, target.nbytes)
+        self._master_tier.free(self._master)
+        self._master, self._master_tier = target, tier
+        self._page_out()
 
     def _finish_transfers(self) -> None:
         """Finish what still reads the shard."""

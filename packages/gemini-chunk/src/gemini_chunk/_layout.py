@@ -147,6 +147,18 @@ class Layout:
         return self.shard_numel * self.master_dtype.itemsize * (1 + self._state_numel + int(self.accumulates))
 
     @property
+    def padding_bytes(self) -> int:
+        """Bytes of expected optimizer states that the padding of this rank's shard would take, but does not."""
+        if not self.trainable:
+            return 0
+        return (self.shard_numel - self.valid_numel) * self.master_dtype.itemsize * self._state_numel
+
+    @property
+    def is_own_master(self) -> bool:
+        """Whether the shard needs no separate master weights where those would rest on the same tier."""
+        return self.dtype == self.master_dtype
+
+    @property
     def master_dtype(self) -> torch.dtype:
         """What master weights and sums of gradients are kept in: fp32, or the chunk's own dtype if that is wider."""
         return self.dtype if self.dtype.is_complex or self.dtype.itemsize > 4 else torch.float32

@@ -107,8 +107,9 @@ class Tier:
         peak = self.peak
         self.charge(holder, num_bytes)
         try:
-            # Autograd refuses to save memory that was allocated in inference mode for a later backward.
-            with torch.inference_mode(False):
+            # Autograd refuses to save memory that was allocated in inference mode for a later backward. Who counts the
+            # memory that a model's operations take, by a dispatch mode, must not count what a tier has counted.
+            with torch.inference_mode(False), torch._C._DisableTorchDispatch():
                 if self._mappings is None or num_bytes < self._mappings.smallest:
                     memory = torch.empty(numel, dtype=dtype, device=self.device)
                 else:

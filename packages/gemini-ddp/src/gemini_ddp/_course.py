@@ -13,7 +13,8 @@ from torch import nn
 from gemini_ddp._errors import ZeroDDPError
 from gemini_ddp._gradients import Gradients, any_of, chosen, length, to_numbers
 from gemini_ddp._ranks import Ranks
-from gemini_ddp._schedule import RecordedAccess, RecordedTrace, Schedule
+from gemini_ddp._recording import Recorded, make_trace
+from gemini_ddp._schedule import Schedule
 from gemini_ddp._scopes import Scope
 from gemini_ddp.interfaces import ChunkStore, Phase, Planner
 
@@ -29,15 +30,6 @@ _WORDS = {_END: "came to the end", _LOCAL: "entered no_sync"}
 
 
 @dataclass(slots=True)
-class _Recorded(Generic[ChunkT]):
-    """An access of a step that is being recorded, the chunks that were due at it, and the scopes that ended."""
-
-    key: _Key
-    due: tuple[ChunkT, ...] = ()
-    ended: tuple[Scope, ...] = ()
-
-
-@dataclass(slots=True)
 class _Run(Generic[ChunkT]):
     """A step under way: its mode or None, and the schedule it follows or the trace it records, or neither.
 
@@ -46,7 +38,7 @@ class _Run(Generic[ChunkT]):
 
     mode: Mode | None
     schedule: Schedule[_Key, ChunkT] | None = None
-    recording: list[_Recorded[ChunkT]] | None = None
+    recording: list[Recorded[ChunkT]] | None = None
     is_incomplete: bool = False
 
 
@@ -61,6 +53,9 @@ class BackwardUses(Protocol):
 
     def give_back(self) -> bool:
         """End the use of something that may be gathered again; return whether there was any."""
+
+    def in_use(self) -> Iterable[tuple[Scope, Phase]]:
+        """Return what is in use: calls under way, and backwards that are not over."""
 
 
 class Course(Generic[ChunkT]):
@@ -235,15 +230,14 @@ class Course(Generic[ChunkT]):
             if run.mode[1] and self._ranks.world_size > 1:
                 self._prepare_for_other_losses(run.recording)
             keys = [recorded.key for recorded in run.recording]
-            accesses = [RecordedAccess(phase, self._needs[phase][scope.index]) for scope, phase in keys]
-            trace = RecordedTrace(tuple(accesses))
+            trace = make_trace(run.recording, self._needs, late, alone=self._ranks.world_size == 1)
             plan = None if self._planner is None else self._planner.schedule(trace)
             due = [tuple(chunk for chunk in recorded.due if chunk not in late) for recorded in run.recording]
             ended = [recorded.ended for recorded in run.recording]
             self._schedules[run.mode] = Schedule(keys, trace, plan, due, ended)
         self._run, self._suspended = self._suspended or _Run(None), None
 
-    def _prepare_for_other_losses(self, recording: list[_Recorded[ChunkT]]) -> None:
+    def _prepare_for_other_losses(self, recording: list[Recorded[ChunkT]]) -> None:
         """Let the plan hold for backwards from other results of the same modules, which some ranks may come to have.
 
         Scopes that no rank's backward entered are added where it would. A scope that was called several times may be
@@ -266,7 +260,8 @@ class Course(Generic[ChunkT]):
             )
             if place < len(recording) and recording[place].key[0] is scope:
                 continue
-            recording.insert(place, _Recorded((scope, "backward")))
+            within = recording[place].within if place < len(recording) else ()
+            recording.insert(place, Recorded((scope, "backward"), within=within))
             if scope.is_simple and scope.num_calls == 1 and place + 1 < len(recording):
                 recording[place + 1].ended += (scope,)  # others may read a parameter until the end, for all we know
         names = [(scope.index, phase) for scope, phase in (recorded.key for recorded in recording)]
@@ -321,8 +316,16 @@ class Course(Generic[ChunkT]):
         else:
             due, ended = self._agree(scope, phase)
         if run.recording is not None:
-            run.recording.append(_Recorded(key, due, ended))
+            run.recording.append(Recorded(key, due, ended, self._in_use(ended)))
         self._perform(scope, phase, due, ended, on_course=on_course)
+
+    def _in_use(self, ended: tuple[Scope, ...]) -> tuple[_Key, ...]:
+        return tuple(key for key in self._uses.in_use() if key[1] == "forward" or key[0] not in ended)
+
+    def note_gradient(self, chunk: ChunkT) -> None:
+        """Hear that a gradient of a chunk is about to be taken."""
+        if self._run.recording:
+            self._run.recording[-1].note_gradient(chunk)
 
     def _perform(
         self, scope: Scope, phase: Phase, due: tuple[ChunkT, ...], ended: tuple[Scope, ...], *, on_course: bool
@@ -497,7 +500,7 @@ class Course(Generic[ChunkT]):
 
     def _take_part(self, scope: Scope, ended: tuple[Scope, ...]) -> None:
         if self._run.recording is not None:
-            self._run.recording.append(_Recorded((scope, "backward"), (), ended))
+            self._run.recording.append(Recorded((scope, "backward"), (), ended, self._in_use(ended)))
         self._help(scope, (), ended)
 
     def _leader(self, codes: Sequence[int]) -> Scope | None:

@@ -20,7 +20,7 @@ from gemini_ddp._outside import ParameterReads
 from gemini_ddp._ranks import Ranks
 from gemini_ddp._scopes import Call, Layout, Scope, find_scopes
 from gemini_ddp._tensors import walk_tensors
-from gemini_ddp.interfaces import ChunkStore, Planner
+from gemini_ddp.interfaces import ChunkStore, Phase, Planner
 
 ChunkT = TypeVar("ChunkT", bound=Hashable)
 
@@ -429,6 +429,13 @@ class Engine(Generic[ChunkT]):
         self.end(next(iter(self._recomputed)))
         return True
 
+    def in_use(self) -> Iterator[tuple[Scope, Phase]]:
+        """See `BackwardUses`."""
+        for use in self._stack:
+            yield use.scope, "forward"
+        for scope in self._active:
+            yield scope, "backward"
+
     def _on_gradient(self, slot: Slot[ChunkT], gradient: Tensor) -> None:
         if not self._in_backward:
             self._refuse_second_derivatives()
@@ -437,6 +444,7 @@ class Engine(Generic[ChunkT]):
             scope.waiting.discard(slot.key)
             if scope.in_backward and (scope.ends_with_inputs or not scope.waiting) and scope.is_over:
                 self._course.done(scope)
+        self._course.note_gradient(slot.chunk)
         self._gradients.take(slot, gradient)
 
     def _refuse_second_derivatives(self) -> None:

@@ -16,10 +16,12 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class RecordedAccess(Generic[ChunkT]):
-    """One entry of a scope, as the first step recorded it."""
+    """One entry of a scope, as the first step recorded it; its attributes are those of `interfaces.Access`."""
 
     phase: Phase
     chunks: tuple[ChunkT, ...]
+    gradients: tuple[ChunkT, ...] = ()
+    held: tuple[ChunkT, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

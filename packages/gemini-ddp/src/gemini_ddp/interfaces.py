@@ -96,7 +96,15 @@ class Access(Protocol[ChunkT_co]):
 
     @property
     def chunks(self) -> Sequence[ChunkT_co]:
-        """The chunks that must be gathered while it runs."""
+        """The chunks that must be gathered while it runs: its own, and those of modules that are in use around it."""
+
+    @property
+    def gradients(self) -> Sequence[ChunkT_co]:
+        """The chunks that have gradients before the next access, and are not reduced when it begins."""
+
+    @property
+    def held(self) -> Sequence[ChunkT_co]:
+        """Of ``chunks``, those still in use when the first of a chunk's gradients comes; others are over before."""
 
 
 class Trace(Protocol[ChunkT_co]):

@@ -3,10 +3,11 @@
 from importlib.metadata import version
 
 from gemini_placement._auto import AutoPlacementPolicy
+from gemini_placement._chunk_trace import ChunkAccess, ChunkTrace
 from gemini_placement._placement import ChunkPlacement, Placement, PlacementError
 from gemini_placement._plan import Plan, PlanStep
 from gemini_placement._static import StaticPlacementPolicy
-from gemini_placement._stats import AccessStats, ChunkAccess, ChunkTrace, MemStats
+from gemini_placement._stats import AccessStats, MemStats
 from gemini_placement.interfaces import Access, ChunkFacts, Phase, PlacementPolicy, TierName, Trace
 
 __all__ = [

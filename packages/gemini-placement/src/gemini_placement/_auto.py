@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemini_placement._fitting import Fitting, Problem, find_any, improve
 from gemini_placement._placement import (
+    TIERS,
     ChunkPlacement,
     Placement,
     PlacementError,
@@ -14,6 +15,7 @@ from gemini_placement._placement import (
     check_fraction,
     check_prefetch,
     fits,
+    lacking_tiers,
     needed_bytes,
 )
 from gemini_placement._plan import Plan, plan_steps
@@ -75,9 +77,77 @@ class AutoPlacementPolicy:
             ValueError: a name comes twice, or a capacity or the world size is out of range.
         """
         check_arguments(chunks, capacities, world_size)
-        choice = self._choose(chunks, capacities, world_size)
+        choice = self._choose(Problem(chunks, capacities, world_size, self.max_prefetch))
         if choice is None:
             raise self._refusal(chunks, capacities, world_size)
+        return self._placement(chunks, choice, world_size, capacities)
+
+    def place_again(
+        self, placement: Placement[ChunkT], *, capacities: Mapping[TierName, int | None]
+    ) -> Placement[ChunkT]:
+        """Fit placed chunks into the tiers anew, as far as they can be moved: for capacities that are known by now.
+
+        Chunks that are their own master weights stay where they are, and so do the parameters of those that stay
+        gathered; with several ranks, no other comes to stay gathered.
+
+        Args:
+            placement: where the chunks rest.
+            capacities: as for `place`.
+
+        Raises:
+            PlacementError: neither a new placement nor the one that there is fits.
+        """
+        chunks, world_size = placement.chunks, placement.world_size
+        check_arguments(chunks, capacities, world_size)
+        old = [placement.of(chunk) for chunk in chunks]
+        new = self._choose(Problem(chunks, capacities, world_size, self.max_prefetch, may_keep=False)) or old
+        reachable = [
+            _reachable(chunk, before, after, world_size) for chunk, before, after in zip(chunks, old, new, strict=True)
+        ]
+        # Optimizer states move first, for parameters have their gradient in their place until it has been used.
+        midway = [replace(before, optim_tier=after.optim_tier) for before, after in zip(old, reachable, strict=True)]
+        choice = old
+        if all(self._fits(chunks, places, capacities) for places in (midway, reachable)):
+            choice = reachable
+        elif not self._fits(chunks, old, capacities):
+            needed = needed_bytes(chunks, old, max_prefetch=self.max_prefetch)
+            raise PlacementError("This is where they rest.", needed=needed, available=capacities)
+        return self._placement(chunks, choice, world_size, capacities)
+
+    def evict(self, placement: Placement[ChunkT], *, capacities: Mapping[TierName, int | None]) -> Placement[ChunkT]:
+        """Send parameters off the device, the last first, until what is there fits or no more can be moved.
+
+        Optimizer states stay where they are, and so do chunks that are their own master weights and those that several
+        ranks keep gathered.
+
+        Args:
+            placement: where the chunks rest.
+            capacities: as for `place`, for a step that leaves less room on the device.
+        """
+        chunks, world_size = placement.chunks, placement.world_size
+        choice = [placement.of(chunk) for chunk in chunks]
+        for index in range(len(chunks) - 1, -1, -1):
+            old = choice[index]
+            if self._fits(chunks, choice, capacities):
+                break
+            if old.param_tier != "device" or chunks[index].is_own_master or (old.keep_gathered and world_size > 1):
+                continue
+            for tier in TIERS[1:]:
+                choice[index] = replace(old, keep_gathered=False, param_tier=tier)
+                needed = needed_bytes(chunks, choice, max_prefetch=self.max_prefetch)
+                if tier in capacities and fits(needed[tier], capacities, tier):
+                    break
+            else:
+                choice[index] = old
+        return self._placement(chunks, choice, world_size, capacities)
+
+    def _placement(
+        self,
+        chunks: Sequence[ChunkT],
+        choice: Sequence[ChunkPlacement],
+        world_size: int,
+        capacities: Mapping[TierName, int | None],
+    ) -> Placement[ChunkT]:
         return Placement(
             chunks,
             choice,
@@ -86,18 +156,19 @@ class AutoPlacementPolicy:
             device_capacity=capacities["device"],
         )
 
-    def _choose(
-        self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int
-    ) -> list[ChunkPlacement] | None:
-        choice = self._first_choice(chunks, capacities, world_size)
-        if choice is None or self.gpu_margin_mem_ratio < 1:
-            return choice
-        return improve(Problem(chunks, capacities, world_size, self.max_prefetch), choice)
+    def _fits(
+        self,
+        chunks: Sequence[ChunkFacts],
+        places: Sequence[ChunkPlacement],
+        capacities: Mapping[TierName, int | None],
+    ) -> bool:
+        return not lacking_tiers(needed_bytes(chunks, places, max_prefetch=self.max_prefetch), capacities)
 
-    def _first_choice(
-        self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int
-    ) -> list[ChunkPlacement] | None:
-        problem = Problem(chunks, capacities, world_size, self.max_prefetch)
+    def _choose(self, problem: Problem) -> list[ChunkPlacement] | None:
+        choice = self._first_choice(problem)
+        return choice if choice is None or self.gpu_margin_mem_ratio < 1 else improve(problem, choice)
+
+    def _first_choice(self, problem: Problem) -> list[ChunkPlacement] | None:
         return Fitting(problem, self.gpu_margin_mem_ratio).fill() or find_any(problem)
 
     def schedule(self, trace: Trace[ChunkT], placement: Placement[ChunkT]) -> Plan[ChunkT]:
@@ -126,7 +197,7 @@ class AutoPlacementPolicy:
             return PlacementError(advice, needed=needed, available=capacities)
         tier: TierName = "disk" if "disk" in capacities else "host"
         enough = self._least_capacity(chunks, capacities, world_size, tier)
-        choice = self._first_choice(chunks, {**capacities, tier: enough}, world_size)
+        choice = self._first_choice(Problem(chunks, {**capacities, tier: enough}, world_size, self.max_prefetch))
         assert choice is not None  # the search has found it before
         needed = needed_bytes(chunks, choice, max_prefetch=self.max_prefetch)
         return PlacementError(f"A {tier} capacity of {enough:,} bytes would fit.", needed=needed, available=capacities)
@@ -143,8 +214,18 @@ class AutoPlacementPolicy:
         high = sum(chunk.shard_bytes + chunk.optim_bytes for chunk in chunks)
         while high - low > 1:
             middle = (low + high) // 2
-            if self._first_choice(chunks, {**capacities, tier: middle}, world_size) is None:
+            problem = Problem(chunks, {**capacities, tier: middle}, world_size, self.max_prefetch)
+            if self._first_choice(problem) is None:
                 low = middle
             else:
                 high = middle
         return high
+
+
+def _reachable(chunk: ChunkFacts, old: ChunkPlacement, new: ChunkPlacement, world_size: int) -> ChunkPlacement:
+    """Return the new place of a chunk as far as it can be moved there from the old one."""
+    if chunk.is_own_master:
+        return old
+    if old.keep_gathered and world_size > 1:
+        return replace(old, optim_tier=new.optim_tier)
+    return replace(new, keep_gathered=world_size == 1 and new.param_tier == "device")

@@ -32,12 +32,18 @@ _SEARCHED: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Chunks to be placed, and what there is for them."""
+    """Chunks to be placed, and what there is for them; with several ranks, whether chunks may stay gathered."""
 
     chunks: Sequence[ChunkFacts]
     capacities: Mapping[TierName, int | None]
     world_size: int
     max_prefetch: int
+    may_keep: bool = True
+
+    @property
+    def keeps(self) -> tuple[bool, ...]:
+        """Whether a chunk that rests on the device stays gathered: with one rank, always."""
+        return (True,) if self.world_size == 1 else (False, True) if self.may_keep else (False,)
 
     def allows(self, choice: Sequence[ChunkPlacement]) -> bool:
         """Whether a choice fits the capacities."""
@@ -86,7 +92,7 @@ class Fitting:
             if self._take_device(chunk.optim_bytes):
                 self._optim_tiers[index] = "device"
                 margin = None if margin is None else margin - chunk.optim_bytes
-        for index, chunk in enumerate(chunks):
+        for index, chunk in enumerate(chunks if True in self._problem.keeps else ()):
             if self._param_tiers[index] == "device" and not self._kept[index]:
                 self._take_device(chunk.full_bytes - chunk.shard_bytes, index)
 
@@ -142,7 +148,7 @@ def find_any(problem: Problem) -> list[ChunkPlacement] | None:
 
     Parameters and then optimizer states are tried from the largest on, in each tier, the fullest first.
     """
-    chunks, one_rank = problem.chunks, problem.world_size == 1
+    chunks = problem.chunks
     params = sorted(range(len(chunks)), key=lambda index: (-chunks[index].shard_bytes, index))
     optims = sorted((i for i in params if chunks[i].optim_bytes), key=lambda index: (-chunks[index].optim_bytes, index))
     sizes = [chunks[index].shard_bytes for index in params] + [chunks[index].optim_bytes for index in optims]
@@ -180,7 +186,7 @@ def find_any(problem: Problem) -> list[ChunkPlacement] | None:
             if number >= len(params):
                 options = [replace(before, optim_tier=tier)]
             elif tier == "device":  # with one rank what rests there is kept
-                options = [replace(before, keep_gathered=keep) for keep in ((True,) if one_rank else (False, True))]
+                options = [replace(before, keep_gathered=keep) for keep in problem.keeps]
             else:
                 options = [replace(before, param_tier=tier)]
             for option in options:
@@ -209,7 +215,7 @@ def improve(problem: Problem, choice: list[ChunkPlacement]) -> list[ChunkPlaceme
         return choice
     tiers: list[TierName] = [tier for tier in ("device", *_OTHERS) if tier in problem.capacities]
     options = [
-        [(step_cost(chunk, place, world_size), place) for place in _options(chunk, tiers, world_size)]
+        [(step_cost(chunk, place, world_size), place) for place in _options(chunk, tiers, problem.keeps)]
         for chunk in chunks
     ]
     current = [(step_cost(chunk, place, world_size), place) for chunk, place in zip(chunks, choice, strict=True)]
@@ -249,8 +255,8 @@ def _pairs_changed(
             yield tuple(changed)
 
 
-def _options(chunk: ChunkFacts, tiers: Sequence[TierName], world_size: int) -> Iterator[ChunkPlacement]:
+def _options(chunk: ChunkFacts, tiers: Sequence[TierName], keeps: Sequence[bool]) -> Iterator[ChunkPlacement]:
     optim_tiers: Sequence[TierName] = tiers if chunk.optim_bytes else ("device",)
     for param, optim in itertools.product(tiers, optim_tiers):
-        for keep in {"device": (True,) if world_size == 1 else (True, False)}.get(param, (False,)):
+        for keep in reversed(keeps) if param == "device" else (False,):
             yield ChunkPlacement(keep_gathered=keep, param_tier=param, optim_tier=optim)

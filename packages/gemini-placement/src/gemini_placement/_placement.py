@@ -83,7 +83,7 @@ class Placement(Generic[ChunkT]):
         self._places = MappingProxyType(dict(zip(chunks, placements, strict=True)))
         self._needed = needed_bytes(chunks, placements, max_prefetch=max_prefetch)
         self._resting = resting_bytes(chunks, placements)
-        self._device_capacity = device_capacity
+        self.device_capacity = device_capacity
         self.world_size = world_size
 
     @property
@@ -103,12 +103,12 @@ class Placement(Generic[ChunkT]):
 
     def room_bytes(self, phase: Phase) -> int | None:
         """Return the bytes that full buffers of released chunks may take at a time, None without a limit."""
-        if self._device_capacity is None:
+        if self.device_capacity is None:
             return None
         gradients = gradient_bytes(self.chunks) if phase == "backward" else 0
         if phase == "backward" and self.world_size > 1:  # one buffer fills while another is being reduced
             gradients += max((chunk.full_bytes for chunk in self.chunks if chunk.trainable), default=0)
-        return self._device_capacity - self._resting["device"] - gradients
+        return self.device_capacity - self._resting["device"] - gradients
 
     @property
     def digest(self) -> str:
@@ -144,6 +144,11 @@ class Placement(Generic[ChunkT]):
             optim = place.optim_tier if chunk.optim_bytes else "-"
             lines.append(f"{chunk.name:<16}  {chunk.full_bytes:>15,}  {kept:<8}  {place.param_tier:<6}  {optim}")
         return "\n".join(lines)
+
+
+def has_master(chunk: ChunkFacts, place: ChunkPlacement) -> bool:
+    """Return whether a chunk has master weights beside its working parameters."""
+    return chunk.optim_bytes > 0 and not (chunk.is_own_master and place.param_tier == place.optim_tier)
 
 
 def needed_bytes(

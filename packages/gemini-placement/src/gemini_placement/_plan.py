@@ -6,14 +6,15 @@ import hashlib
 import heapq
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic
 
 from gemini_placement._holding import hold_in_room, hold_over_short_gaps
+from gemini_placement._memory import step_peaks
 from gemini_placement._placement import TIERS, Placement
 from gemini_placement._traffic import cost, gather_traffic, gradient_traffic, update_traffic
-from gemini_placement.interfaces import ChunkT, Phase, TierName, Trace
+from gemini_placement.interfaces import ChunkT, TierName, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,8 @@ def plan_steps(
     prefetches: list[tuple[ChunkT, ...]] = []
     releases: list[tuple[ChunkT, ...]] = []
     gathers: Counter[ChunkT] = Counter()
-    peak_bytes = peak_with_gradients = gathered_bytes = 0
-    buffers = _gradient_buffers(asked, phases, placement.world_size)
+    gathered_bytes: list[int] = []
+    now_bytes = 0
     for index, use in enumerate(uses):
         ahead.difference_update(use)
         while soonest and soonest[0][0] <= index:
@@ -149,46 +150,27 @@ def plan_steps(
         if index:
             releases.append(tuple(c for c in uses[index - 1] if c not in kept and c not in ahead and c not in use))
             gathered.difference_update(releases[-1])
-            gathered_bytes -= sum(chunk.full_bytes for chunk in releases[-1])
+            now_bytes -= sum(chunk.full_bytes for chunk in releases[-1])
         prefetches.append(tuple(chunk for chunk in chosen if chunk not in gathered))
         started = [c for c in (*use, *prefetches[-1]) if c not in gathered]
         gathers.update(started)
         gathered.update(started)
-        gathered_bytes += sum(chunk.full_bytes for chunk in started if chunk not in kept)
-        peak_bytes = max(peak_bytes, gathered_bytes)
-        peak_with_gradients = max(peak_with_gradients, gathered_bytes + buffers[index])
+        now_bytes += sum(chunk.full_bytes for chunk in started if chunk not in kept)
+        gathered_bytes.append(now_bytes)
     if uses:
         releases.append(tuple(chunk for chunk in uses[-1] if chunk not in kept))
     steps = tuple(PlanStep(*parts) for parts in zip(asked, prefetches, releases, strict=True))
-    resting = placement.resting_bytes
+    early_bytes = [
+        sum(chunk.full_bytes for chunk in release if chunk in use and chunk not in access.held)
+        for access, use, release in zip(trace.accesses, asked, releases, strict=True)
+    ]
     return Plan(
         steps=steps,
         gathers=gathers.total(),
-        peak_gathered_bytes=always_bytes + peak_bytes,
-        peak_bytes={**resting, "device": resting["device"] + peak_with_gradients},
+        peak_gathered_bytes=always_bytes + max(gathered_bytes, default=0),
+        peak_bytes=step_peaks(trace, placement, gathered_bytes, early_bytes),
         traffic=_step_traffic(placement, gathers, trains="backward" in phases),
     )
-
-
-def _gradient_buffers(asked: Sequence[Sequence[ChunkT]], phases: Sequence[Phase], world_size: int) -> list[int]:
-    """Return the bytes of gradient buffers at each access.
-
-    A chunk has a buffer from its first access in backward to its last one. With several ranks it then keeps it until
-    the next chunk is complete, for the reduction takes as long. Buffers are lent again, so they do not get fewer.
-    """
-    backward = [index for index, phase in enumerate(phases) if phase == "backward"]
-    last = {chunk: index for index in backward for chunk in asked[index] if chunk.trainable}
-    filling: dict[ChunkT, None] = {}
-    reducing = taken = 0
-    amounts = [0] * len(asked)
-    for index in backward:
-        filling.update(dict.fromkeys(chunk for chunk in asked[index] if chunk.trainable))
-        taken = max(taken, reducing + sum(chunk.full_bytes for chunk in filling))
-        amounts[index] = taken
-        for chunk in [chunk for chunk in filling if last[chunk] == index]:
-            del filling[chunk]
-            reducing = chunk.full_bytes if world_size > 1 else 0
-    return amounts
 
 
 def _step_traffic(placement: Placement[ChunkT], gathers: Counter[ChunkT], *, trains: bool) -> dict[str, int]:
@@ -199,7 +181,8 @@ def _step_traffic(placement: Placement[ChunkT], gathers: Counter[ChunkT], *, tra
         for name, amount in gather_traffic(chunk, place, placement.world_size).items():
             total[name] += gathers[chunk] * amount
         if trains:
-            total += gradient_traffic(chunk, place, placement.world_size) + update_traffic(chunk, place)
+            total += gradient_traffic(chunk, place, placement.world_size)
+            total += update_traffic(chunk, place, padding_bytes=chunk.padding_bytes)
     return dict(+total)
 
 

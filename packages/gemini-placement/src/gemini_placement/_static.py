@@ -79,7 +79,13 @@ class StaticPlacementPolicy:
         if lacking_tiers(needed, capacities):
             advice = self._advice(chunks, capacities, world_size)
             raise PlacementError(f"{self} was asked for. {advice}", needed=needed, available=capacities)
-        return Placement(chunks, placements, max_prefetch=self.max_prefetch, world_size=world_size)
+        return Placement(
+            chunks,
+            placements,
+            max_prefetch=self.max_prefetch,
+            world_size=world_size,
+            device_capacity=capacities["device"],
+        )
 
     def schedule(self, trace: Trace[ChunkT], placement: Placement[ChunkT]) -> Plan[ChunkT]:
         """Plan one step over a trace of placed chunks; `PlanStep` says what its parts mean.

@@ -6,42 +6,36 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Generic
+from typing import Final
 
+from gemini_placement._chunk_trace import ChunkTrace, make_trace
 from gemini_placement.interfaces import ChunkT, Phase
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _PHASES: Final[tuple[Phase, ...]] = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessStats:
-    """One access of the recorded step.
+    """One access of the recorded step: a module that owns parameters was entered.
 
     Attributes:
         phase: "forward" or "backward".
-        params: names of the parameters in use.
+        params: names of the parameters that it uses.
         non_model_bytes: the most device memory that all but the model states took until the next access.
+        module: the module's path in the model.
+        within: names of the parameters that others, which are not over, use at the same time.
+        gradients: names of the parameters whose gradients came until the next access, in order.
+        ends: names of parameters whose use was over before the next access, and with which of the gradients.
     """
 
     phase: Phase
     params: tuple[str, ...]
     non_model_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkAccess(Generic[ChunkT]):
-    """One access of a record, over chunks."""
-
-    phase: Phase
-    chunks: tuple[ChunkT, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTrace(Generic[ChunkT]):
-    """A record over chunks: what a policy plans from."""
-
-    accesses: tuple[ChunkAccess[ChunkT], ...]
+    module: str = ""
+    within: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    ends: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +74,14 @@ class MemStats:
         """Return the indices of the accesses that use a parameter; none if it was never used."""
         return tuple(index for index, access in enumerate(self.accesses) if param in access.params)
 
-    def trace(self, chunks: Mapping[str, ChunkT]) -> ChunkTrace[ChunkT]:
+    def trace(self, chunks: Mapping[str, ChunkT], *, world_size: int = 1) -> ChunkTrace[ChunkT]:
         """Return the order in which the step uses chunks.
 
         Args:
             chunks: the chunk of each parameter, by name; names that are not there are passed over.
+            world_size: ranks that share them.
         """
-        return ChunkTrace(
-            tuple(
-                ChunkAccess(
-                    access.phase, tuple(dict.fromkeys(chunks[name] for name in access.params if name in chunks))
-                )
-                for access in self.accesses
-            )
-        )
+        return make_trace(self.accesses, chunks, world_size=world_size)
 
     def to_json(self) -> str:
         """Return the record as JSON text; `from_json` reads it."""
@@ -115,10 +103,14 @@ class MemStats:
                     phase=entry["phase"],
                     params=tuple(str(name) for name in entry["params"]),
                     non_model_bytes=int(entry["non_model_bytes"]),
+                    module=str(entry["module"]),
+                    within=tuple(str(name) for name in entry["within"]),
+                    gradients=tuple(str(name) for name in entry["gradients"]),
+                    ends=tuple((str(name), int(number)) for name, number in entry["ends"]),
                 )
                 for entry in parsed["accesses"]
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"The record is damaged: {error!r}. Record a step again.") from error
         return cls(accesses=accesses)
 

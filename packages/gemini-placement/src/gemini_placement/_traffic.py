@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from gemini_placement._placement import ChunkPlacement
+from gemini_placement._placement import ChunkPlacement, has_master
 from gemini_placement.interfaces import ChunkFacts
 
 RANKS: Final = "ranks"
@@ -41,12 +41,12 @@ def gradient_traffic(chunk: ChunkFacts, place: ChunkPlacement, world_size: int) 
     return moved
 
 
-def update_traffic(chunk: ChunkFacts, place: ChunkPlacement) -> Counter[str]:
+def update_traffic(chunk: ChunkFacts, place: ChunkPlacement, *, padding_bytes: int = 0) -> Counter[str]:
     """Return the bytes of the optimizer's step on a chunk, per link.
 
-    It computes on the device if its states rest there, else on the host. The gradient comes and the new parameters go
-    back; states on the disk are read and written. (Where fp32 parameters on the disk are their own master weights, the
-    new ones are among the states already, and this counts them twice.)
+    It computes on the device if its states rest there, else on the host. The gradient comes; the new parameters go
+    back, unless they are master weights themselves; states on the disk, master weights among them, are read and
+    written, but for ``padding_bytes``.
     """
     moved: Counter[str] = Counter()
     if not chunk.optim_bytes:
@@ -54,10 +54,11 @@ def update_traffic(chunk: ChunkFacts, place: ChunkPlacement) -> Counter[str]:
     computes = "device" if place.optim_tier == "device" else "host"
     if place.param_tier != computes:
         moved[link(place.param_tier, computes)] += chunk.shard_bytes
-        moved[link(computes, place.param_tier)] += chunk.shard_bytes
+        if has_master(chunk, place):
+            moved[link(computes, place.param_tier)] += chunk.shard_bytes
     if place.optim_tier == "disk":
-        moved[link("disk", "host")] += chunk.optim_bytes
-        moved[link("host", "disk")] += chunk.optim_bytes
+        moved[link("disk", "host")] += chunk.optim_bytes - padding_bytes
+        moved[link("host", "disk")] += chunk.optim_bytes - padding_bytes
     return moved
 
 

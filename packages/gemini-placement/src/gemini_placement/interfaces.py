@@ -35,8 +35,27 @@ class ChunkFacts(Hashable, Protocol):
         """Bytes that rest with the optimizer on one rank: master weights and moments; 0 when frozen."""
 
     @property
+    def padding_bytes(self) -> int:
+        """Of ``optim_bytes``, what this rank's padding would take but never does: ranks may differ in this alone.
+
+        Predictions leave it out; decisions must not look at it.
+        """
+
+    @property
     def trainable(self) -> bool:
         """Whether the chunk gets gradients, and so needs a gradient buffer in backward."""
+
+    @property
+    def is_own_master(self) -> bool:
+        """Whether the optimizer updates the working parameters themselves where both rest on one tier.
+
+        The gradient then has memory of its own there, as large as master weights would be; else the gradient takes the
+        place of the parameters.
+        """
+
+    @property
+    def stages_gradient(self) -> bool:
+        """Whether the shard of the gradient is on the device first when the parameters rest on another tier."""
 
 
 ChunkT = TypeVar("ChunkT", bound=ChunkFacts)
@@ -53,6 +72,14 @@ class Access(Protocol[ChunkT_co]):
     @property
     def chunks(self) -> Sequence[ChunkT_co]:
         """The chunks that must be gathered at the same time during this access."""
+
+    @property
+    def gradients(self) -> Sequence[ChunkT_co]:
+        """The chunks that have gradients before the next access, and are not reduced when it begins."""
+
+    @property
+    def held(self) -> Sequence[ChunkT_co]:
+        """Of ``chunks``, those still in use when the first of a chunk's gradients comes; others are over before."""
 
 
 class Trace(Protocol[ChunkT_co]):

@@ -26,6 +26,9 @@ class PaperChunk:
     shard_bytes: int
     optim_bytes: int
     trainable: bool = True
+    padding_bytes: int = 0
+    is_own_master: bool = False
+    stages_gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,12 @@ class PaperAccess:
 
     phase: Phase
     chunks: tuple[PaperChunk, ...]
+    gradients: tuple[PaperChunk, ...] = ()
+
+    @property
+    def held(self) -> tuple[PaperChunk, ...]:
+        """All chunks: none is known to be over early."""
+        return self.chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,9 @@ def paper_chunks(count: int, *, full_bytes: int = 4096, world_size: int = 2) -> 
 def there_and_back(chunks: Sequence[PaperChunk]) -> PaperTrace:
     """Return the trace of a chain of layers, one chunk each: forward in order, backward in reverse."""
     forward = tuple(PaperAccess("forward", (chunk,)) for chunk in chunks)
-    backward = tuple(PaperAccess("backward", (chunk,)) for chunk in reversed(chunks))
+    backward = tuple(
+        PaperAccess("backward", (chunk,), (chunk,) if chunk.trainable else ()) for chunk in reversed(chunks)
+    )
     return PaperTrace(forward + backward)
 
 

@@ -1,0 +1,233 @@
+"""Automatic placement over a run: room for activations before they are known, when they are, and when they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from gemini_booster._first_step import FirstStep
+from gemini_booster._shards import ChunkShard
+from gemini_chunk import Chunk, ChunkManager, TierFullError, TierName
+from gemini_placement import AutoPlacementPolicy, MemStats, Placement, PlacementError, Plan
+from gemini_placement.interfaces import Trace
+
+# In how many steps model states are given more of the device before anything was measured, if they need it.
+_WARM_UP_BUDGETS = 20
+# How often a placement is tried again whose plan takes more than there is.
+_TRIES = 5
+
+Exchange = Callable[[Sequence[int]], list[list[int]]]
+
+
+def device_total(asked: int | None) -> int | None:
+    """Return the bytes of the device that a run may take: as asked, or all of an accelerator's; None for no limit."""
+    if asked is None and torch.accelerator.is_available():
+        return int(torch.accelerator.get_memory_info()[1])
+    return asked
+
+
+class AutoRun:
+    """Divides the device between model states and activations.
+
+    Of the device's bytes, model states get at first what ``warmup_non_model_data_ratio`` leaves, or the least that they
+    need. The first training step shows what everything else takes, on the rank where that is most; then they get the
+    rest, and come to the device as far as there is room. A step whose inputs are larger is taken to need more in the
+    same measure: parameters leave the device for good as far as that takes, and less stays gathered.
+
+    Args:
+        policy: places the chunks.
+        manager: has the chunks; the capacity of its device tier is set to what model states may take.
+        total: bytes of the device, None without a limit.
+        memstats: a record of a step; None lets the first step be recorded.
+
+    Attributes:
+        memstats: the record, once there is one.
+        placement: where chunks rest, or will once no gradient is in the way.
+    """
+
+    def __init__(
+        self, policy: AutoPlacementPolicy, manager: ChunkManager, total: int | None, memstats: MemStats | None
+    ) -> None:
+        self.memstats = memstats
+        self._policy = policy
+        self._manager = manager
+        self._device = manager.tier("device")
+        self._total = total
+        self._shards: Sequence[ChunkShard] = ()
+        self._exchange: Exchange = lambda numbers: [list(numbers)]
+        self._first_step: FirstStep | None = None
+        self._is_moving = False
+        self._elements = self._budget = self._slack = 0
+        self.placement = self._place()
+
+    def start(self, module: nn.Module, shards: Sequence[ChunkShard], exchange: Exchange) -> None:
+        """Be ready for the first step.
+
+        Args:
+            module: the model.
+            shards: of its trainable chunks, in order.
+            exchange: returns every rank's numbers.
+        """
+        self._shards = shards
+        self._exchange = exchange
+        if self.memstats is None:
+            self._first_step = FirstStep(module, self._device)
+
+    def _place(self) -> Placement[Chunk]:
+        if self._total is None:
+            return self._try(None)
+        if self.memstats is not None:
+            self._budget = self._policy.model_bytes(self._total, self.memstats)
+            try:
+                return self._try(self._budget)
+            except PlacementError as error:
+                raise self._refusal(error.needed, "A step takes") from None
+        budget = max(1, self._policy.model_bytes(self._total))
+        while budget < self._total:
+            try:
+                return self._with_slack(self._try(budget))
+            except PlacementError:
+                budget += max(1, self._total // _WARM_UP_BUDGETS)
+        return self._try(self._total)
+
+    def _with_slack(self, placement: Placement[Chunk]) -> Placement[Chunk]:
+        """Let a step that nothing was foretold of take more than its placement says, up to all that there is."""
+        self._device.capacity = self._total
+        return placement
+
+    def _try(self, budget: int | None) -> Placement[Chunk]:
+        self._device.capacity = budget
+        return self._policy.place(
+            self._manager.chunks, capacities=self._capacities, world_size=self._manager.world_size
+        )
+
+    @property
+    def _capacities(self) -> dict[TierName, int | None]:
+        return {name: tier.capacity for name, tier in self._manager.tiers.items()}
+
+    def begin_forward(self, inputs: object, *, trains: bool) -> None:
+        """Hear of a forward that is about to be called with these inputs."""
+        self.end_recording()
+        self._move()
+        if trains and self._total is not None:
+            self._leave_room(sum(leaf.numel() for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)))
+        if trains and self._first_step is not None:
+            self._first_step.enter()
+
+    def end_forward(self, *, failed: bool) -> None:
+        """Hear that the forward is over."""
+        if self._first_step is not None:
+            if failed:
+                self._first_step.cancel()
+            else:
+                self._first_step.leave()
+
+    def end_recording(self) -> None:
+        """Leave nothing of a recorded step behind, if it is over."""
+        if self._first_step is not None and not self._first_step.is_recording:
+            self._first_step.leave_mode()
+            if self.memstats is not None:
+                self._first_step = None
+
+    def _leave_room(self, elements: int) -> None:
+        """Take from model states what a step needs whose inputs have more elements than those that were measured."""
+        elements = self._most(elements)
+        if self.memstats is None:
+            self._elements = max(self._elements, elements)
+            return
+        self._elements = self._elements or elements
+        assert self._total is not None
+        whole = int(self._total * self._policy.steady_cuda_cap_ratio)
+        others = (whole - self._budget) * max(self._elements, elements) // max(1, self._elements)
+        if whole - others < self._least:
+            capacities = self._capacities | {"device": max(0, whole - others - self._slack)}
+            self.placement = self._policy.evict(self.placement, capacities=capacities)
+            self._is_moving = True
+            self._move()
+        self._device.capacity = max(whole - others, self._least)
+
+    @property
+    def _least(self) -> int:
+        """Bytes of the device that a step takes at least, as chunks are placed now."""
+        return self.placement.needed_bytes["device"] + self._slack
+
+    def learn(self, trace: Trace[Chunk]) -> Plan[Chunk] | None:
+        """Use what the first step has shown; every rank calls it at the end of that step's backward.
+
+        Returns:
+            The plan of later steps, or None where there is nothing to learn.
+
+        Raises:
+            PlacementError: model states and activations do not fit together.
+        """
+        if self._first_step is None or not self._first_step.is_recording:
+            return None
+        self.memstats = self._first_step.finish()
+        if self._total is None:
+            return None
+        self._budget = -self._most(-self._policy.model_bytes(self._total, self.memstats))
+        limit = self._budget
+        for _ in range(_TRIES):
+            try:
+                placement = self._policy.place_again(self.placement, capacities=self._capacities | {"device": limit})
+            except PlacementError as error:
+                raise self._refusal(error.needed, "The first step took") from None
+            plan = self._policy.schedule(trace, placement)
+            peak = self._most(plan.peak_bytes["device"])
+            if peak <= self._budget:
+                break
+            limit -= peak - self._budget  # the plan takes more than is known of chunks without an order of use
+            if limit < 0:
+                raise self._refusal(plan.peak_bytes, "The first step took")
+        else:
+            raise self._refusal(plan.peak_bytes, "The first step took")
+        self.placement = placement
+        self._slack = max(0, peak - placement.needed_bytes["device"])
+        self._device.capacity = self._budget
+        for shard in self._shards:
+            shard.move_states(self._manager.tier(self.placement.of(shard.chunk).optim_tier))
+        self._is_moving = True
+        return plan
+
+    def _most(self, amount: int) -> int:
+        return max(numbers[0] for numbers in self._exchange([amount]))
+
+    def _refusal(self, needed: Mapping[TierName, int], who: str) -> PlacementError:
+        """Return an error that says what activations have to do with it."""
+        assert self._total is not None
+        share = self._policy.steady_cuda_cap_ratio
+        others = int(self._total * share) - self._budget
+        enough = int((needed["device"] + others) / share) + 1
+        return PlacementError(
+            f"{who} {others:,} bytes beside them, so this is what is left of the device's {self._total:,}. Use "
+            f"activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes.",
+            needed=needed,
+            available=self._capacities | {"device": self._budget},
+        )
+
+    def _move(self) -> None:
+        """Carry parameters to where they rest from now on, once the optimizer has used the gradients in their place."""
+        if not self._is_moving or any(self._is_busy(chunk) for chunk in self._manager.chunks):
+            return
+        stay = self._manager.world_size > 1  # a single rank's chunks are gathered as long as they rest on the device
+        waiting = [chunk for chunk in self._manager.chunks if not (stay and chunk.keeps_gathered)]
+        while waiting:
+            left = [chunk for chunk in waiting if not self._moved(chunk)]
+            if len(left) == len(waiting):
+                break  # they stay: two would have to change places, and neither tier has room for both
+            waiting = left
+        self._is_moving = False
+
+    def _is_busy(self, chunk: Chunk) -> bool:
+        return chunk.users > 0 or chunk.gradient is not None or chunk.has_local_gradient
+
+    def _moved(self, chunk: Chunk) -> bool:
+        """Carry a chunk's parameters to where they are to rest, if there is room now."""
+        try:
+            self._manager.move(chunk, self.placement.of(chunk).param_tier)
+        except TierFullError:
+            return False
+        return True

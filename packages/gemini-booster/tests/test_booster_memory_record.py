@@ -1,0 +1,151 @@
+"""The first training step of an automatic run is recorded, and tells what is left to model states."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
+from gemini_placement import MemStats, PlacementError
+from gemini_placement.tracer import trace_model
+
+SMALL: dict[str, Any] = {"min_chunk_size_m": 0.0005, "search_range_m": 0.0005, "hidden_dim": 16, "precision": "bf16"}
+WIDTH = 32
+
+
+class Chain(nn.Module):
+    """Layers whose loss is made outside of them, by whoever calls it."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        if self.fails:
+            raise ValueError("no batch")
+        return x
+
+
+class Passing(TorchDispatchMode):
+    """A mode of the user's, which does nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def batch(length: int = 8) -> Tensor:
+    return torch.ones(length, WIDTH, dtype=torch.bfloat16)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def step(model: GeminiDDP, optimizer: GeminiAdamOptimizer, length: int = 8) -> float:
+    loss = loss_of(model(batch(length)))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def modes() -> int:
+    return int(torch._C._len_torch_dispatch_stack())
+
+
+def test_what_is_recorded_is_what_a_run_on_paper_foretells_and_serves_another_process(tmp_path: Path) -> None:
+    model = GeminiDDP(Chain(), placement_policy="auto", **SMALL)
+    optimizer = GeminiAdamOptimizer(model)
+    assert model.memstats is None
+    step(model, optimizer)
+    paper = trace_model(Chain(), [batch()], loss=loss_of, dtype=torch.bfloat16)  # type: ignore[arg-type] # a tensor
+    assert model.memstats == paper
+    assert modes() == 0
+    model.memstats.save(tmp_path / "step.json")
+    again = GeminiDDP(Chain(), memstats=MemStats.load(tmp_path / "step.json"), **SMALL)
+    assert again.memstats == paper
+    assert again.expected_plan is not None
+
+
+def test_static_placement_records_nothing() -> None:
+    model = GeminiDDP(Chain(), **SMALL)
+    step(model, GeminiAdamOptimizer(model))
+    assert model.memstats is None
+
+
+def test_modes_of_the_user_are_left_in_order() -> None:
+    model = GeminiDDP(Chain(), placement_policy="auto", **SMALL)
+    optimizer = GeminiAdamOptimizer(model)
+    with Passing() as mode:
+        output = model(batch())
+        assert torch._C._get_dispatch_stack_at(modes() - 1) is mode
+    loss_of(output).backward()
+    optimizer.step()
+    assert modes() == 0
+    assert model.memstats is not None
+
+
+def test_a_step_that_fails_is_not_the_first() -> None:
+    module = Chain()
+    model = GeminiDDP(module, placement_policy="auto", **SMALL)
+    optimizer = GeminiAdamOptimizer(model)
+    module.fails = True
+    with pytest.raises(ValueError, match="no batch"):
+        model(batch())
+    assert modes() == 0
+    module.fails = False
+    step(model, optimizer)
+    paper = trace_model(Chain(), [batch()], loss=loss_of, dtype=torch.bfloat16)  # type: ignore[arg-type] # a tensor
+    assert model.memstats == paper
+
+
+def test_model_states_get_what_activations_leave_and_come_to_the_device() -> None:
+    model = GeminiDDP(Chain(), placement_policy="auto", device_capacity=100_000, **SMALL)
+    before = model.placement
+    optimizer = GeminiAdamOptimizer(model, lr=1e-2)
+    losses = [step(model, optimizer) for _ in range(4)]
+    assert model.memstats is not None
+    assert before.resting_bytes["host"] > model.placement.resting_bytes["host"] == 0
+    assert model.memory_usage()["host"]["used"] == 0
+    assert model.memory_usage()["device"]["capacity"] == 90_000 - model.memstats.max_non_model_bytes
+    whole = GeminiDDP(Chain(), **SMALL)
+    optimizer = GeminiAdamOptimizer(whole, lr=1e-2)
+    assert losses == [step(whole, optimizer) for _ in range(4)]
+
+
+def test_a_longer_batch_sends_parameters_away_for_its_activations() -> None:
+    model = GeminiDDP(Chain(), placement_policy="auto", device_capacity=40_000, gpu_margin_mem_ratio=0.0, **SMALL)
+    optimizer = GeminiAdamOptimizer(model)
+    step(model, optimizer)
+    step(model, optimizer)
+    device = model.chunk_manager.tier("device")
+    resting = model.placement.resting_bytes["device"]
+    assert resting
+    device.reset_peak()
+    step(model, optimizer, 28)
+    longer = trace_model(Chain(), [batch(28)], loss=loss_of, dtype=torch.bfloat16)  # type: ignore[arg-type] # a tensor
+    assert device.peak + longer.max_non_model_bytes <= 40_000
+    assert model.placement.resting_bytes["device"] < resting
+
+
+def test_what_does_not_fit_beside_activations_is_refused_with_what_would() -> None:
+    given: dict[str, Any] = {"placement_policy": "auto", **SMALL}
+    model = GeminiDDP(Chain(), device_capacity=20_000, **given)
+    with pytest.raises(PlacementError, match=r"The first step took [\d,]+ bytes beside them") as refused:
+        loss_of(model(batch(40))).backward()
+    enough = int(re.findall(r"give the device ([\d,]+) bytes", str(refused.value))[0].replace(",", ""))
+    model = GeminiDDP(Chain(), device_capacity=enough, **given)
+    step(model, GeminiAdamOptimizer(model), 40)
+    stats = trace_model(Chain(), [batch(40)], loss=loss_of, dtype=torch.bfloat16)  # type: ignore[arg-type] # a tensor
+    with pytest.raises(PlacementError, match=r"A step takes [\d,]+ bytes beside them"):
+        GeminiDDP(Chain(), device_capacity=20_000, memstats=stats, **given)
