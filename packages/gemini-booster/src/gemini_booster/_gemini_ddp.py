@@ -79,6 +79,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         host_capacity: likewise for main memory.
         offload_directory: folder for memory-mapped files; None for no disk tier.
         max_prefetch: chunks gathered ahead of their use.
+        max_fetch: beyond those, chunks brought from host or disk to the device ahead of their gather.
         hidden_dim: step of the chunk search in elements; by default 1024.
         min_chunk_size_m: smallest chunk in units of 2**20 elements; a group of parameters smaller than that is one
             chunk that stays gathered.
@@ -127,6 +128,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         host_capacity: int | str | None = None,
         offload_directory: str | None = None,
         max_prefetch: int = 0,
+        max_fetch: int = 0,
         hidden_dim: int | None = None,
         min_chunk_size_m: float = 32,
         search_range_m: float = 32,
@@ -159,6 +161,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
                 steady_cuda_cap_ratio=steady_cuda_cap_ratio,
                 gpu_margin_mem_ratio=gpu_margin_mem_ratio,
                 max_prefetch=max_prefetch,
+                max_fetch=max_fetch,
             )
             _check_fresh(module)
             leaves = find_modules(module, leaf_modules, "leaf_modules")

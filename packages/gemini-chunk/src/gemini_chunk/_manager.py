@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -304,6 +304,21 @@ class ChunkManager:
         """Make a chunk's tensors valid on the compute device; here and below, a tensor stands for its chunk."""
         self._with_room(self._about_to_gather(chunk).gather)
 
+    def start_fetch(self, chunk: Chunk | Tensor) -> Handle:
+        """Start to bring a chunk's shard from where it rests to the compute device, ahead of its gather.
+
+        No other rank takes part. Where the device has no room for it nothing is started, and where it gets short of
+        room for something else, what was fetched is given back.
+        """
+        chunk = self._chunk(chunk)
+        if not chunk.can_fetch:
+            return _DONE
+        self._read_ahead.gathering(chunk)
+        try:
+            return chunk.start_fetch()
+        except TierFullError:
+            return _DONE
+
     def start_gather(self, chunk: Chunk | Tensor) -> Handle:
         """Start to gather; the handle waits, and so do a later `gather` and `begin_use`."""
         chunk = self._about_to_gather(chunk)
@@ -311,30 +326,43 @@ class ChunkManager:
 
     def _about_to_gather(self, chunk: Chunk | Tensor) -> Chunk:
         chunk = self._chunk(chunk)
-        if chunk.missing_bytes:
+        if chunk.missing_bytes and not chunk.is_fetched:
             self._read_ahead.gathering(chunk)
         return chunk
 
     def _with_room(self, gather: Callable[[], _ResultT]) -> _ResultT:
-        """Gather; where the device is full, first wait for reductions and give their buffers back."""
+        """Gather; where the device is full, first finish reductions and give back their buffers and what is fetched."""
         try:
             return gather()
         except TierFullError:
             self._buffers.make_room()
+            self._forget_fetched(())
             return gather()
 
     def has_room(self, chunks: Iterable[Chunk]) -> bool:
         """Whether these chunks can be gathered now within the device's capacity.
 
-        Where it is short, reductions are finished and their buffers given back first; chunks stay as they are.
+        Where it is short, reductions are finished and their buffers given back first, and so is what was fetched, that
+        of these chunks last; what is gathered stays. So the answer does not depend on fetches.
         """
         device = self.tiers["device"]
-        if device.capacity is None:
-            return True
-        needed = sum(chunk.missing_bytes for chunk in chunks)
-        if device.used + needed > device.capacity:
+        chunks = list(chunks)
+
+        def fits() -> bool:
+            needed = sum(chunk.missing_bytes for chunk in chunks)
+            return device.capacity is None or device.used + needed <= device.capacity
+
+        if not fits():
             self._buffers.make_room()
-        return device.used + needed <= device.capacity
+        for kept in (chunks, ()):
+            if not fits():
+                self._forget_fetched(kept)
+        return fits()
+
+    def _forget_fetched(self, kept: Collection[Chunk]) -> None:
+        for chunk in self._chunks:
+            if chunk not in kept:
+                chunk.forget_fetched()
 
     def _release_unused(self) -> None:
         for chunk in self._chunks:

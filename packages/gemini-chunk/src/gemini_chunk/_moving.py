@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from gemini_chunk._collectives import Done, Handle, Waiting
 from gemini_chunk._errors import ChunkError
@@ -22,7 +21,7 @@ class Mover:
         self._chunk = chunk
         self._tier: Tier | None = None
         self._target = torch.empty(0)
-        self._copied: torch.Event | None = None
+        self._copying: Handle = Done()
         self._starts = 0
 
     @torch.no_grad()
@@ -47,8 +46,8 @@ class Mover:
             return Done()
         target = tier.allocate(chunk.shard_numel, chunk.dtype, f"{chunk.name} parameters")
         try:
-            target.copy_(chunk._shard, non_blocking=True)
-            self._copied = _event_after(target, chunk._shard)
+            copier = chunk._rest.outgoing if tier is chunk._device else tier.incoming
+            self._copying = copier.start(target, chunk._shard)
         except BaseException:
             tier.free(target)
             raise
@@ -58,13 +57,23 @@ class Mover:
         return Waiting(lambda: self.finish() if self._starts == number else None)
 
     def finish(self) -> None:
-        """Wait for the copy and let it be the shard."""
+        """Wait for the copy and let it be the shard.
+
+        Raises:
+            ChunkError: copying failed; the shard is where it was.
+        """
         if self._tier is None:
             return
-        if self._copied is not None:
-            self._copied.synchronize()
         chunk, tier, target = self._chunk, self._tier, self._target
-        self._tier, self._target, self._copied = None, torch.empty(0), None
+        failed: Exception | None = None
+        try:
+            self._copying.wait()
+        except Exception as error:
+            failed = error
+        self._tier, self._target, self._copying = None, torch.empty(0), Done()
+        if failed is not None:
+            tier.free(target)
+            raise ChunkError(f"Moving {chunk.name} to the {tier.name} tier failed: {failed}") from failed
         if chunk.keeps_gathered:  # a single rank's chunk that leaves the compute tier
             chunk._hide()
             chunk._aliased = False
@@ -74,13 +83,3 @@ class Mover:
         tier.receive(chunk._rest, target.nbytes)
         chunk._shard, chunk._rest = target, tier
         chunk._page_out()
-
-
-def _event_after(*tensors: Tensor) -> torch.Event | None:
-    """Return an event behind the copies between tensors that were started, or None where they are over."""
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            event = torch.Event(tensor.device.type)
-            event.record()
-            return event
-    return None

@@ -68,6 +68,11 @@ class Reduction:
         """Whether gradients of this rank wait for a reduction that has not started."""
         return self._buffer is not None and self._running is None
 
+    @property
+    def takes_place(self) -> bool:
+        """Whether the gradient has the place of the parameters, or may be about to take it."""
+        return self._running is not None or (self.result is not None and self.result is self._chunk._shard)
+
     def take(self, info: TensorInfo, gradient: Tensor, pool: BufferPool) -> bool:
         """See `Chunk.take_gradient`."""
         if torch.is_grad_enabled():  # hooks of backward, thousands in a step, run without

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gemini_placement._fitting import Fitting, Problem, find_any, improve
 from gemini_placement._placement import (
+    Ahead,
     ChunkPlacement,
     Placement,
     PlacementError,
     check_arguments,
+    check_depth,
     check_fraction,
-    check_prefetch,
     fits,
     needed_bytes,
 )
@@ -36,18 +37,21 @@ class AutoPlacementPolicy:
         steady_cuda_cap_ratio: share of the device used at most once it has been measured; likewise.
         gpu_margin_mem_ratio: share that optimizer states may take of what parameters leave free on the device.
         max_prefetch: chunks gathered ahead of their use.
+        max_fetch: chunks fetched from host or disk ahead of their gather, beyond those.
     """
 
     warmup_non_model_data_ratio: float = 0.8
     steady_cuda_cap_ratio: float = 0.9
     gpu_margin_mem_ratio: float = 1.0
     max_prefetch: int = 0
+    max_fetch: int = 0
 
     def __post_init__(self) -> None:
         check_fraction("warmup_non_model_data_ratio", self.warmup_non_model_data_ratio)
         check_fraction("steady_cuda_cap_ratio", self.steady_cuda_cap_ratio)
         check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
-        check_prefetch(self.max_prefetch)
+        check_depth("max_prefetch", self.max_prefetch)
+        check_depth("max_fetch", self.max_fetch)
 
     def model_bytes(self, device_bytes: int, stats: MemStats | None = None) -> int:
         """Return how much of a device model states may take: what to give `place` as its capacity.
@@ -82,6 +86,7 @@ class AutoPlacementPolicy:
             chunks,
             choice,
             max_prefetch=self.max_prefetch,
+            max_fetch=self.max_fetch,
             world_size=world_size,
             device_capacity=capacities["device"],
         )
@@ -92,12 +97,12 @@ class AutoPlacementPolicy:
         choice = self._first_choice(chunks, capacities, world_size)
         if choice is None or self.gpu_margin_mem_ratio < 1:
             return choice
-        return improve(Problem(chunks, capacities, world_size, self.max_prefetch), choice)
+        return improve(Problem(chunks, capacities, world_size, self._ahead(world_size)), choice)
 
     def _first_choice(
         self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int
     ) -> list[ChunkPlacement] | None:
-        problem = Problem(chunks, capacities, world_size, self.max_prefetch)
+        problem = Problem(chunks, capacities, world_size, self._ahead(world_size))
         return Fitting(problem, self.gpu_margin_mem_ratio).fill() or find_any(problem)
 
     def schedule(self, trace: Trace[ChunkT], placement: Placement[ChunkT]) -> Plan[ChunkT]:
@@ -106,29 +111,44 @@ class AutoPlacementPolicy:
         Raises:
             KeyError: the trace uses a chunk that was not placed.
         """
-        return plan_steps(trace, placement, max_prefetch=self.max_prefetch, use_room=True)
+        return plan_steps(trace, placement, max_prefetch=self.max_prefetch, max_fetch=self.max_fetch, use_room=True)
+
+    def _ahead(self, world_size: int) -> Ahead:
+        return Ahead(self.max_prefetch, self.max_fetch, world_size)
+
+    def _less_ahead(self, world_size: int) -> Iterator[Ahead]:
+        """Yield lower depths, the nearest first; fetches go first, for gathers wait for other ranks as well."""
+        for fetch in range(self.max_fetch - 1, -1, -1):
+            yield Ahead(self.max_prefetch, fetch, world_size)
+        for prefetch in range(self.max_prefetch - 1, -1, -1):
+            yield Ahead(prefetch, 0, world_size)
 
     def _refusal(
         self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int
     ) -> PlacementError:
         """Say what is lacking, and the nearest settings that would fit."""
         away = [ChunkPlacement(keep_gathered=False, param_tier="host", optim_tier="host")] * len(chunks)
-        least = {
-            prefetch: needed_bytes(chunks, away, max_prefetch=prefetch) for prefetch in range(self.max_prefetch + 1)
-        }
-        needed = least[self.max_prefetch]
+        needed = needed_bytes(chunks, away, self._ahead(world_size))
         if not fits(needed["device"], capacities, "device"):
             advice = (
                 "Even with every shard away, the device must hold the full buffers in use and one gradient buffer: "
             )
-            lower = [prefetch for prefetch in least if fits(least[prefetch]["device"], capacities, "device")]
-            advice += f"max_prefetch={lower[-1]} would fit." if lower else "give it that much, or use smaller chunks."
+            lower = [
+                ahead
+                for ahead in self._less_ahead(world_size)
+                if fits(needed_bytes(chunks, away, ahead)["device"], capacities, "device")
+            ]
+            advice += (
+                f"{lower[0].advice(self._ahead(world_size))} would fit."
+                if lower
+                else "give it that much, or use smaller chunks."
+            )
             return PlacementError(advice, needed=needed, available=capacities)
         tier: TierName = "disk" if "disk" in capacities else "host"
         enough = self._least_capacity(chunks, capacities, world_size, tier)
         choice = self._first_choice(chunks, {**capacities, tier: enough}, world_size)
         assert choice is not None  # the search has found it before
-        needed = needed_bytes(chunks, choice, max_prefetch=self.max_prefetch)
+        needed = needed_bytes(chunks, choice, self._ahead(world_size))
         return PlacementError(f"A {tier} capacity of {enough:,} bytes would fit.", needed=needed, available=capacities)
 
     def _least_capacity(
