@@ -29,15 +29,22 @@ class BackgroundCopier:
     Torch's copy releases the interpreter, whether it moves main memory, waits for a disk whose pages it touches or
     hands pageable memory to an accelerator. So one thread for each direction does all of them. It stays with a copy of
     an accelerator until that is over, and so does who waits: the host's end of it may be freed or overwritten then.
+
+    Args:
+        smallest_bytes: less is copied at once, by who starts it. Handing a copy over and waiting for it takes 26 us,
+            five times what 1/4 MiB takes in main memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, smallest_bytes: int = 0) -> None:
+        self._smallest_bytes = smallest_bytes
         self._worker: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
 
+    @torch.no_grad()
     def start(self, target: Tensor, source: Tensor) -> Handle:
         """See `Copier.start`."""
-        if not source.numel():
+        if source.nbytes < self._smallest_bytes or not source.numel():
+            target.copy_(source)
             return Done()
         if self._worker is None:
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gemini_chunk")

@@ -24,6 +24,8 @@ _HOLDERS_NAMED = 3
 # Below this, a mapping's last page would be a noticeable part of it, and the process's own allocator serves.
 _SMALLEST_MAPPING = 1 << 18
 
+_SMALLEST_BACKGROUND_COPY = 1 << 18
+
 
 class Tier:
     """A place for bytes with an account of who holds how many.
@@ -58,8 +60,10 @@ class Tier:
         self.peak = 0
         self.received: dict[TierName, int] = {}
         self.poisons = False
-        self.incoming: Copier = BackgroundCopier()
-        self.outgoing: Copier = BackgroundCopier()
+        # A disk may take its time for a single page.
+        smallest_bytes = 0 if name == "disk" else _SMALLEST_BACKGROUND_COPY
+        self.incoming: Copier = BackgroundCopier(smallest_bytes=smallest_bytes)
+        self.outgoing: Copier = BackgroundCopier(smallest_bytes=smallest_bytes)
         self._holders: dict[str, int] = {}
         self._allocated: dict[int, tuple[str, int]] = {}
         self._mappings = mappings

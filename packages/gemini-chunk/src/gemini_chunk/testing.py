@@ -277,16 +277,21 @@ class SlowCopier(BackgroundCopier):
 
     Args:
         copy_s: seconds for each copy.
+
+    Attributes:
+        copies: how many are over.
     """
 
     def __init__(self, copy_s: float) -> None:
         super().__init__()
+        self.copies = 0
         self._copy_s = copy_s
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy, and take the time."""
         time.sleep(self._copy_s)
         super().copy(target, source)
+        self.copies += 1
 
 
 class Watched:

@@ -179,9 +179,11 @@ def plan_steps(
             fetched.pop(chunk, None)
         fetches.append(tuple(_soonest_chunks(away, max_fetch - len(fetched), gathered.union(fetched))))
         fetched.update((chunk, fetch_bytes(chunk, placement.world_size)) for chunk in fetches[-1])
-        most_bytes = max(most_bytes, gathered_bytes + sum(fetched.values()))
-        peak_bytes = max(peak_bytes, most_bytes)
-        peak_with_gradients = max(peak_with_gradients, most_bytes + buffers[index])
+        held_bytes = gathered_bytes + sum(fetched.values())
+        peak_bytes = max(peak_bytes, most_bytes, held_bytes)
+        # Gradients of this access come when its gathers have started.
+        at_start = most_bytes + (buffers[index - 1] if index else 0)
+        peak_with_gradients = max(peak_with_gradients, at_start, held_bytes + buffers[index])
     if uses:
         releases.append(tuple(chunk for chunk in uses[-1] if chunk not in kept))
     steps = tuple(PlanStep(*parts) for parts in zip(asked, prefetches, fetches, releases, strict=True))
