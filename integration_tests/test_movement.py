@@ -214,7 +214,8 @@ def check_hidden(rank: int, world_size: int, compute_s: float, copy_s: float) ->
     step, movement = steps()
     assert step_s(step) >= 2 * LAYERS * compute_s + movement, "without depth nothing is hidden"
     step, movement = steps(max_prefetch=1, max_fetch=2)
-    bound, times = 1.1 * max(compute, movement), []
+    bound = 1.1 * max(compute, movement)
+    times: list[float] = []
     while len(times) < STEPS and not all_ranks(bool(times) and min(times) <= bound):
         times.append(step_s(step))
     assert min(times) <= bound, (times, compute, movement)
