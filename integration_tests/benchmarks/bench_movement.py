@@ -5,14 +5,14 @@
 
 One rank, a chain of layers with one chunk each whose compute is a wait, so that moving has the processor to itself.
 Shards rest on the host or on the disk; copies take as long as they take on this machine, or with ``--copy-ms`` a given
-time each. A layer's compute is as long as the copy of its chunk by default. Exposed time is that of forward and backward
-less their compute, the median over rounds; the optimizer's own step does not count. Prints a table; asserts nothing.
+time each. A layer's compute is as long as the copy of its chunk by default. Exposed time is that of forward and
+backward less their compute; the optimizer's own step does not count. Each number is the least over rounds. Prints a
+table; asserts nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,21 +35,21 @@ LINKS: dict[str, dict[str, Any]] = {
 DEPTHS = (0, 1, 2)
 
 
-def median_s(step: Callable[[], object], rounds: int, after: Callable[[], object] = lambda: None) -> float:
-    """Return the median time of ``step``; ``after`` follows each time and is not measured."""
+def least_s(step: Callable[[], object], rounds: int, after: Callable[[], object] = lambda: None) -> float:
+    """Return the least time of ``step``; ``after`` follows each time and is not measured."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
         after()
-    return statistics.median(times)
+    return min(times)
 
 
 def plain_s(model: nn.Module, numel: int, rounds: int) -> float:
     """Return the time of forward and backward of a plain chain."""
     x = torch.ones(numel, requires_grad=True)
-    return median_s(lambda: model(x).sum().backward(), rounds)
+    return least_s(lambda: model(x).sum().backward(), rounds)
 
 
 def wrapped_s(model: GeminiDDP, numel: int, rounds: int) -> float:
@@ -60,14 +60,14 @@ def wrapped_s(model: GeminiDDP, numel: int, rounds: int) -> float:
     def passes() -> None:
         optimizer.backward(model(x).sum())
 
-    median_s(passes, 2, optimizer.step)
-    return median_s(passes, rounds, optimizer.step)
+    least_s(passes, 2, optimizer.step)
+    return least_s(passes, rounds, optimizer.step)
 
 
 def copy_s(numel: int) -> float:
     """Return the time that the copy of a chunk takes in main memory."""
     source, target = torch.ones(numel), torch.zeros(numel)
-    return median_s(lambda: target.copy_(source), 20)
+    return least_s(lambda: target.copy_(source), 20)
 
 
 def main() -> None:
