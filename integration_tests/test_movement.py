@@ -57,7 +57,9 @@ def check_bits(rank: int, world_size: int, folder: str) -> None:
         device, plan = model.chunk_manager.tier("device"), model.plans[0]
         assert bool(depths["max_fetch"]) == any(step.fetch for step in plan.steps)
         assert model.deviations == 0
-        assert abs(device.peak - plan.peak_bytes["device"]) <= 0.05 * device.peak, (
+        exact = world_size < 3  # then no chunk has a padded tail
+        unlike = abs(device.peak - plan.peak_bytes["device"])
+        assert unlike <= (0 if exact else 0.05 * device.peak), (
             name,
             depths,
             device,
@@ -169,7 +171,7 @@ def test_a_step_whose_copy_fails_raises_and_the_next_one_equals_a_clean_run(
 
 # -- time -------------------------------------------------------------------------------------------------------------
 
-LAYERS = 12
+LAYERS = 16
 STEPS = 15  # of which the quickest counts: a busy machine makes single ones late
 
 

@@ -337,6 +337,8 @@ class ChunkMachine(RuleBasedStateMachine):
     # -- what holds after each event ----------------------------------------------------------------------------------
 
     def every_byte_is_accounted_for(self) -> None:
+        for chunk in (chunk for chunks in getattr(self, "chunks", []) for chunk in chunks):
+            chunk.wait_gradient()
         for tiers in getattr(self, "tiers", []):
             assert {name: tier.used for name, tier in tiers.items()} == self.account.used
             for tier in tiers.values():

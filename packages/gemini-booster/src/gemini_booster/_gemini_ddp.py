@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gemini_booster._launch import check_world_size, group_of
 from gemini_booster._modules import check_called, compute_in_fp32, find_modules, params_of
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
-from gemini_booster._shards import ChunkShard
+from gemini_booster._shards import ChunkShard, WriteBehind
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
 from gemini_ddp import ZeroDDP
 from gemini_lazy import forget, is_lazy, materialize, materialize_value
@@ -265,9 +265,10 @@ class GeminiDDP(ZeroDDP[Chunk]):
 def _shards(states: Mapping[Chunk, Tier], host: Tier) -> Sequence[ChunkShard]:
     """Return the shards of trainable chunks, each of which knows the one after it."""
     shards: list[ChunkShard] = []
+    behind = WriteBehind()
     for chunk, tier in reversed(list(states.items())):
         if chunk.trainable:
-            shards.append(ChunkShard(chunk, tier, host, shards[-1] if shards else None))
+            shards.append(ChunkShard(chunk, tier, host, shards[-1] if shards else None, behind))
     return shards[::-1]
 
 

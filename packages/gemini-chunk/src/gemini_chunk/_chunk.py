@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from gemini_chunk._collectives import Collectives, Handle, LocalCollectives
+from gemini_chunk._collectives import Collectives, Done, Handle, LocalCollectives, Waiting
 from gemini_chunk._errors import ChunkError
 from gemini_chunk._full import FullBuffer, hide, settle_states, show, written
 from gemini_chunk._gathering import Gathering
@@ -173,11 +173,19 @@ class Chunk(UsedLayout):
         """
         if not self.trainable:
             return None
-        return self.shard if self._master is None else self._master
+        if self._master is None:
+            return self.shard
+        self._mover.finish_update()  # it reads what is about to be changed
+        return self._master
 
     @property
     def gradient(self) -> Tensor | None:
-        """This rank's shard of the reduced gradient, shape ``(shard_numel,)``, or None where none came."""
+        """This rank's shard of the reduced gradient, shape ``(shard_numel,)``, or None where none came.
+
+        Raises:
+            ChunkError: see `wait_gradient`.
+        """
+        self._reduction.land()
         return self._reduction.result
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -548,7 +556,7 @@ class Chunk(UsedLayout):
         return self._reduction.start(pool)
 
     def wait_reduce(self) -> None:
-        """Return when the reduction that was started has its result in `gradient`.
+        """Return when the collective of the reduction that was started is over; its result may be on its way yet.
 
         Raises:
             ChunkError: the collective failed; the gradient is dropped.
@@ -556,14 +564,33 @@ class Chunk(UsedLayout):
         """
         self._reduction.wait()
 
+    def wait_gradient(self) -> None:
+        """Return when a reduced gradient that is on its way to where the chunk rests has arrived, as `gradient` does.
+
+        Raises:
+            ChunkError: it could not be carried there; it is dropped.
+        """
+        self._reduction.land()
+
     def settle_states(self) -> None:
         """Bring tensors that were used in backward and have no gradient to come back to rest."""
         used = [info for info in self.tensors if info.state is TensorState.HOLD_AFTER_BWD]
         settle_states(used, visible=self._visible)
 
-    @torch.no_grad()
     def commit(self) -> None:
         """Take updated master weights into the working parameters, drop the gradient and release.
+
+        Raises:
+            ChunkError: a tensor is in use, or copying failed.
+        """
+        self.start_commit().wait()
+
+    def start_commit(self) -> Handle:
+        """Start what `commit` does.
+
+        Returns:
+            A handle. The gradient is dropped and the chunk released already; whatever needs the shard, or is given the
+            master weights to change them again, waits until they are taken over.
 
         Raises:
             ChunkError: a tensor is in use.
@@ -573,9 +600,9 @@ class Chunk(UsedLayout):
             raise ChunkError(f"{self.name} cannot take new weights: {self._used_names()} are in use.")
         self._finish_transfers()
         self._reduction.wait()
-        if self._master is not None:
-            self._shard.copy_(self._master)
         self._reduction.drop()
+        if self._master is not None:
+            self._mover.start_update()
         self._with_gradient.clear()
         self.generation += 1
         if not self._aliased:
@@ -585,7 +612,10 @@ class Chunk(UsedLayout):
             if self._visible:
                 self._hide()
         self._show_again()
-        self._page_out()
+        if self._master is None:
+            self._page_out()
+            return Done()
+        return Waiting(self._mover.finish_update)
 
     def discard(self) -> None:
         """Drop the gradient, reduced or not; the parameters keep the values they had before backward."""
@@ -599,7 +629,7 @@ class Chunk(UsedLayout):
         """Return to rest after an interrupted step: nothing in use, released, gradients dropped."""
         self._need_closed()
         self._gathering.abandon()
-        with contextlib.suppress(ChunkError):  # a move that failed has left the shard where it was
+        with contextlib.suppress(ChunkError):  # a move has left the shard where it was, an update is tried again
             self._mover.finish()
         self._reduction.abandon()
         self.users = 0

@@ -69,9 +69,10 @@ class ChunkManager:
         self._numbers = itertools.count()
         # By id, for a tensor's own hash is a Python function; the chunks keep the tensors alive.
         self._chunk_of: dict[int, tuple[Chunk, TensorInfo]] = {}
-        self._buffers = GradientBuffers(self.tiers["device"], self._finish_reductions, self._release_unused)
+        self._buffers = GradientBuffers(self.tiers["device"], self._land, self._finish_reductions, self._release_unused)
         self._read_ahead = ReadAhead()
         self._in_flight: deque[Chunk] = deque()
+        self._landing: list[Chunk] = []
         self._reduced: set[Chunk] = set()
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -236,6 +237,7 @@ class ChunkManager:
                 if not group:
                     del self._groups[name]
         self._in_flight = deque(other for other in self._in_flight if other is not chunk)
+        self._landing = [other for other in self._landing if other is not chunk]
         self._reduced.discard(chunk)
 
     def tier(self, name: TierName) -> Tier:
@@ -371,8 +373,17 @@ class ChunkManager:
 
     def _finish_reductions(self) -> None:
         while self._in_flight:
-            self._in_flight[0].wait_reduce()  # stays first where its tier is full: another wait goes on from there
-            self._in_flight.popleft()
+            self._finish_first_reduction()
+        self._land()
+
+    def _finish_first_reduction(self) -> None:
+        self._in_flight[0].wait_reduce()  # stays first where its tier is full: another wait goes on from there
+        self._landing.append(self._in_flight.popleft())
+
+    def _land(self) -> None:
+        """Wait for gradients on their way to host or disk: no more than one chunk's takes memory of the device."""
+        while self._landing:
+            self._landing.pop().wait_gradient()
 
     def release(self, chunk: Chunk | Tensor) -> None:
         """Give the chunk's full buffer back, unless it keeps gathered or one of its tensors is in use."""
@@ -473,11 +484,11 @@ class ChunkManager:
         return self._reduce(chunk)
 
     def _reduce(self, chunk: Chunk) -> Handle:
+        self._land()
         while len(self._in_flight) >= _REDUCTIONS_IN_FLIGHT:
-            self._in_flight[0].wait_reduce()
-            self._in_flight.popleft()
+            self._finish_first_reduction()
         handle = chunk.start_reduce(self._buffers)
-        self._in_flight.append(chunk)
+        (self._landing if self.world_size == 1 else self._in_flight).append(chunk)
         self.release(chunk)
         return handle
 
@@ -513,10 +524,11 @@ class ChunkManager:
         for chunk in chunks:
             if chunk.has_local_gradient:
                 self._reduce(chunk)
-                chunk.wait_reduce()
+                self._finish_reductions()
 
     def rest(self) -> None:
         """Release every chunk that nobody uses and give the gradient buffers back."""
+        self._land()
         for chunk in self._chunks:
             if chunk.is_closed:
                 chunk.settle_states()
@@ -529,6 +541,7 @@ class ChunkManager:
             if chunk.is_closed:
                 chunk.reset()
         self._in_flight.clear()
+        self._landing.clear()
         self._reduced.clear()
         self._buffers.clear()
 

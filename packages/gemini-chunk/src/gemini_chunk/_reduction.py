@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
@@ -48,6 +49,10 @@ class Reduction:
     for earlier (a second backward before the step, an evaluation), the gradient moves to memory of its own and the
     working shard is cast from the master weights again.
 
+    [Note: The gradient on its way]
+    To a shard that rests off the compute device the reduced gradient is copied in the background. Until it has landed
+    `result` is its place and not yet its value, and the memory it comes from is not lent again.
+
     Attributes:
         result: the reduced gradient, shape ``(shard_numel,)``, or None.
     """
@@ -62,6 +67,8 @@ class Reduction:
         self._running: Handle | None = None
         self._target: Tensor | None = None
         self._starts = 0
+        self._carrying: Handle | None = None
+        self._give_back: Callable[[], None] | None = None
 
     @property
     def is_filling(self) -> bool:
@@ -117,11 +124,7 @@ class Reduction:
         if travelling.numel() > chunk.used_numel:
             travelling[chunk.used_numel :] = 0
         if chunk.world_size == 1:  # the gradient of a single rank is reduced already
-            if self._settle(travelling) or not chunk.shard_numel:
-                self._return_buffer()
-            else:
-                self._buffer = None
-            self._finish_states()
+            self._settle_alone(buffer, travelling)
             return Done()
         self._target = self._choose_target(pool)
         self._starts += 1
@@ -133,6 +136,22 @@ class Reduction:
             self._fail(error)
         number = self._starts
         return Waiting(lambda: self.wait() if self._starts == number else None)
+
+    def _settle_alone(self, buffer: Tensor, reduced: Tensor) -> None:
+        self.land()
+        pool, self._buffer = self._pool, None
+        assert pool is not None, "it has lent the buffer"
+        try:
+            is_kept = self._settle(reduced, lambda: self._give_back_buffer(buffer, pool))
+        except TierFullError:
+            self._buffer = buffer
+            raise
+        except ChunkError:
+            self._finish_states()
+            raise
+        if is_kept and not reduced.numel():
+            self._give_back_buffer(buffer, pool)
+        self._finish_states()
 
     def _choose_target(self, pool: BufferPool) -> Tensor:
         """Return what to reduce into: the shard itself where it lies on the compute device and may be replaced."""
@@ -163,6 +182,7 @@ class Reduction:
         """See `Chunk.wait_reduce`."""
         if self._running is None:
             return
+        self.land()
         chunk, target = self._chunk, self._target
         assert target is not None
         try:
@@ -174,8 +194,13 @@ class Reduction:
         if target is chunk._shard:
             self.result, self._result_tier = target, None
             chunk._rest.receive(chunk._device, target.nbytes)
-        elif self._settle(target):
-            chunk._device.free(target)
+        else:
+            try:
+                self._settle(target, lambda: chunk._device.free(target))
+            except ChunkError:
+                self._running = self._target = None
+                self._finish_states()
+                raise
         self._running = self._target = None
         self._finish_states()
 
@@ -192,35 +217,81 @@ class Reduction:
         self._num_ready = 0
         settle_states(self._chunk.tensors, visible=self._chunk.is_gathered)
 
-    def _settle(self, reduced: Tensor) -> bool:
+    def _settle(self, reduced: Tensor, give_back: Callable[[], None]) -> bool:
         """Carry a reduced gradient from the compute device to where it waits for the optimizer.
 
+        Args:
+            reduced: the gradient.
+            give_back: is called when nobody reads the memory of ``reduced`` any more.
+
         Returns:
-            Whether the memory of ``reduced`` is free again; otherwise it is the gradient now.
+            Whether that memory is the gradient now, and is not given back.
 
         Raises:
             TierFullError: the tier where the chunk rests has no room; ``reduced`` is as it was.
+            ChunkError: copying failed at once; the gradient is dropped.
         """
         chunk = self._chunk
         self.give_place_back()
+        if self.result is None and not self._may_replace and chunk._rest is chunk._device and not chunk.accumulates:
+            self.result, self._result_tier = reduced, chunk._device
+            return True
+        chunk._rest.receive(chunk._device, reduced.nbytes)
         if self.result is not None:
             self.result.add_(reduced.to(self.result.device))
-        elif self._may_replace:
-            self.result, self._result_tier = self._replaceable_shard().copy_(reduced), None
-        elif chunk._rest is chunk._device and not chunk.accumulates:
-            self.result, self._result_tier = reduced, chunk._device
+            self._page_out()
+            give_back()
             return False
+        if self._may_replace:
+            self.result, self._result_tier = self._replaceable_shard(), None
         else:
-            self._take_own_memory(reduced)
-        chunk._rest.receive(chunk._device, reduced.nbytes)
-        self._page_out()
-        return True
+            self.result, self._result_tier = self._own_memory(), chunk._rest
+        if chunk._rest is chunk._device:
+            self.result.copy_(reduced)
+            give_back()
+            return False
+        self._give_back = give_back
+        try:
+            self._carrying = chunk._rest.incoming.start(self.result, reduced)
+        except Exception as error:
+            self._lose(error)
+        return False
 
-    def _take_own_memory(self, value: Tensor) -> None:
-        """Give the gradient memory of its own, in fp32: 16 bits would lose the small terms of a sum of backwards."""
+    def land(self) -> None:
+        """Wait until the reduced gradient is where it waits for the optimizer. [Note: The gradient on its way].
+
+        Raises:
+            ChunkError: copying failed; the gradient is dropped.
+        """
+        if self._carrying is None:
+            return
+        try:
+            self._carrying.wait()
+        except Exception as error:
+            self._lose(error)
+        self._arrive()
+        self._page_out()
+
+    def _arrive(self) -> None:
+        give_back, self._carrying, self._give_back = self._give_back, None, None
+        if give_back is not None:
+            give_back()
+
+    def _lose(self, error: Exception) -> NoReturn:
         chunk = self._chunk
-        memory = chunk._rest.allocate(chunk.shard_numel, chunk.master_dtype, f"{chunk.name} gradient")
-        self.result, self._result_tier = memory.copy_(value), chunk._rest
+        self._arrive()
+        if self.result is chunk._shard:
+            self._restore_shard()
+        self.drop()
+        chunk._show_again()
+        raise ChunkError(
+            f"Carrying the gradient of {chunk.name} to the {chunk._rest.name} tier failed: {error}"
+        ) from error
+
+    def _own_memory(self) -> Tensor:
+        """Return memory of the gradient's own, in fp32: 16 bits would lose the small terms of a sum of backwards."""
+        chunk = self._chunk
+        return chunk._rest.allocate(chunk.shard_numel, chunk.master_dtype, f"{chunk.name} gradient")
 
     def _page_out(self) -> None:
         if self.result is not None:
@@ -234,7 +305,8 @@ class Reduction:
         """
         chunk = self._chunk
         if self.result is not None and self.result is chunk._shard:
-            self._take_own_memory(chunk._shard)
+            self.land()
+            self.result, self._result_tier = self._own_memory().copy_(chunk._shard), chunk._rest
             self._restore_shard()
             self._page_out()
 
@@ -247,10 +319,13 @@ class Reduction:
     def _return_buffer(self) -> None:
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            assert self._pool is not None
-            if self._chunk._device.poisons:
-                fill_with_poison(buffer)
-            self._pool.give_back(buffer)
+            assert self._pool is not None, "it has lent the buffer"
+            self._give_back_buffer(buffer, self._pool)
+
+    def _give_back_buffer(self, buffer: Tensor, pool: BufferPool) -> None:
+        if self._chunk._device.poisons:
+            fill_with_poison(buffer)
+        pool.give_back(buffer)
 
     def _forget_target(self) -> None:
         target, self._target = self._target, None
@@ -265,12 +340,14 @@ class Reduction:
         if self.is_filling:
             self._return_buffer()
             self._finish_states()
+        self._land_anyhow()
         if self.result is not None and self.result is self._chunk._shard:
             self._restore_shard()
         self.drop()
 
     def drop(self) -> None:
         """Forget the reduced gradient."""
+        self._land_anyhow()
         if self.result is not None and self._result_tier is not None:
             self._result_tier.free(self.result)
         self.result = self._result_tier = None
@@ -281,6 +358,11 @@ class Reduction:
             with contextlib.suppress(Exception):  # it was, or will be, reported where it is waited for
                 self._running.wait()
         self._running = None
+        self._land_anyhow()
         self._forget_target()
         self._return_buffer()
         self._num_ready = 0
+
+    def _land_anyhow(self) -> None:
+        with contextlib.suppress(ChunkError):  # a gradient that is about to be forgotten may be lost
+            self.land()
