@@ -189,33 +189,38 @@ def all_ranks(met: bool) -> bool:
     return bool(flag)
 
 
-def check_hidden(rank: int, world_size: int, compute_s: float, copy_s: float) -> None:
+def steps(compute_s: float, copy_s: float, world_size: int, **depths: int) -> tuple[Callable[[], None], float]:
+    """Return a step that follows its plan, and the time that its copies to the device take."""
+    model = wrapped_chain(LAYERS, 8, compute_s, world_size, **PLACEMENTS["host"], **depths)
+    host = model.chunk_manager.tier("host")
+    outgoing = host.outgoing = SlowCopier(copy_s)
+    host.incoming = SlowCopier(min(compute_s, copy_s) / 2)  # of gradients there are fewer, and in backward only
+    optimizer = GeminiOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     x = torch.ones(8, requires_grad=True)
-    plain = waiting_chain(LAYERS, 8, compute_s)
-    compute = min(step_s(lambda: plain(x).sum().backward()) for _ in range(3))
 
-    def steps(**depths: int) -> tuple[Callable[[], None], float]:
-        """Return a step that follows its plan, and the time that its copies to the device take."""
-        model = wrapped_chain(LAYERS, 8, compute_s, world_size, **PLACEMENTS["host"], **depths)
-        host = model.chunk_manager.tier("host")
-        outgoing = host.outgoing = SlowCopier(copy_s)
-        host.incoming = SlowCopier(copy_s)
-        optimizer = GeminiOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    def step() -> None:
+        optimizer.backward(model(x).sum())
+        optimizer.step()
 
-        def step() -> None:
-            optimizer.backward(model(x).sum())
-            optimizer.step()
+    step()  # it records the plan
+    before = outgoing.copies
+    step()
+    copies = outgoing.copies - before
+    assert copies == model.plans[0].gathers
+    return step, copies * copy_s
 
-        step()  # it records the plan
-        before = outgoing.copies
-        step()
-        copies = outgoing.copies - before
-        assert copies == model.plans[0].gathers
-        return step, copies * copy_s
 
-    step, movement = steps()
+def check_hidden(rank: int, world_size: int, compute_s: float, copy_s: float) -> None:
+    depths = {"max_prefetch": 1, "max_fetch": 2}
+    if world_size == 1:
+        plain, x = waiting_chain(LAYERS, 8, compute_s), torch.ones(8, requires_grad=True)
+        compute = min(step_s(lambda: plain(x).sum().backward()) for _ in range(3))
+    else:  # collectives take their time, too
+        step, _ = steps(compute_s, 0.0, world_size, **depths)
+        compute = min(step_s(step) for _ in range(3))
+    step, movement = steps(compute_s, copy_s, world_size)
     assert step_s(step) >= 2 * LAYERS * compute_s + movement, "without depth nothing is hidden"
-    step, movement = steps(max_prefetch=1, max_fetch=2)
+    step, movement = steps(compute_s, copy_s, world_size, **depths)
     bound = 1.1 * max(compute, movement)
     times: list[float] = []
     while len(times) < STEPS and not all_ranks(bool(times) and min(times) <= bound):
@@ -225,7 +230,7 @@ def check_hidden(rank: int, world_size: int, compute_s: float, copy_s: float) ->
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("world_size", "compute_s", "copy_s"), [(1, 0.02, 0.01), (1, 0.01, 0.02), (2, 0.03, 0.01), (2, 0.01, 0.02)]
+    ("world_size", "compute_s", "copy_s"), [(1, 0.02, 0.01), (1, 0.01, 0.02), (2, 0.02, 0.01), (2, 0.01, 0.02)]
 )
 def test_a_step_takes_hardly_more_than_the_longer_of_compute_and_movement(
     world_size: int, compute_s: float, copy_s: float
