@@ -236,26 +236,30 @@ class Reduction:
         if self.result is None and not self._may_replace and chunk._rest is chunk._device and not chunk.accumulates:
             self.result, self._result_tier = reduced, chunk._device
             return True
-        chunk._rest.receive(chunk._device, reduced.nbytes)
-        if self.result is not None:
-            self.result.add_(reduced.to(self.result.device))
-            self._page_out()
-            give_back()
-            return False
+        adds = self.result is not None
         if self._may_replace:
             self.result, self._result_tier = self._replaceable_shard(), None
-        else:
+        elif self.result is None:
             self.result, self._result_tier = self._own_memory(), chunk._rest
-        if chunk._rest is chunk._device:
-            self.result.copy_(reduced)
-            give_back()
-            return False
+        chunk._rest.receive(chunk._device, reduced.nbytes)
         self._give_back = give_back
         try:
-            self._carrying = chunk._rest.incoming.start(self.result, reduced)
+            self._carrying = self._carry(self.result, reduced, adds=adds)
         except Exception as error:
             self._lose(error)
+        if isinstance(self._carrying, Done):
+            self.land()
         return False
+
+    def _carry(self, result: Tensor, reduced: Tensor, *, adds: bool) -> Handle:
+        """Start to copy, or add, to where the gradient waits."""
+        if not adds and self._chunk._rest is not self._chunk._device:
+            return self._chunk._rest.incoming.start(result, reduced)
+        if adds:
+            result.add_(reduced.to(result.device))
+        else:
+            result.copy_(reduced)
+        return Done()
 
     def land(self) -> None:
         """Wait until the reduced gradient is where it waits for the optimizer. [Note: The gradient on its way].
