@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from gemini_chunk._collectives import Collectives, Done, Handle, LocalCollectives, Waiting
 from gemini_chunk._errors import ChunkError
-from gemini_chunk._full import FullBuffer, hide, settle_states, show, written
+from gemini_chunk._full import FullBuffer, hide, refuse_writes, settle_states, show, written
 from gemini_chunk._gathering import Gathering
 from gemini_chunk._moving import Mover
 from gemini_chunk._reduction import BufferPool, Reduction
@@ -426,19 +425,11 @@ class Chunk(UsedLayout):
 
     def _show(self) -> None:
         if not self._visible and (lost := written(self.tensors)):
-            self._refuse_writes(lost)
+            if self._full is not None:
+                self._full.restore_placeholders()
+            refuse_writes(lost, self.name)
         self._visible = True
         show(self.tensors)
-
-    def _refuse_writes(self, lost: Sequence[TensorInfo]) -> NoReturn:
-        for info in lost:
-            info.version = info.tensor._version
-        if self._full is not None:
-            self._full.restore_placeholders()
-        raise ChunkError(
-            f"{[info.name for info in lost]} of {self.name} were written to in place while released, so the writes are "
-            "lost. Overwrite a value with load(), or load_state_dict() of the wrapped model."
-        )
 
     def _show_again(self) -> None:
         """Show what was hidden for a gradient in the parameters' place, and is valid."""

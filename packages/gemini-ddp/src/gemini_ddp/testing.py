@@ -326,12 +326,17 @@ class ChunkStoreContract(ABC, Generic[ChunkT]):
         """Alone or repeated, before a gather, a release, a rest or a reset, on one rank and not on others."""
         params, values, store = self._new()
         chunks = list(dict.fromkeys(map(store.chunk_of, params)))
-        for giving_back in (None, lambda: [store.release(chunk) for chunk in chunks], store.rest, store.reset):
+
+        def release() -> None:
+            for chunk in chunks:
+                store.release(chunk)
+
+        for give_back in (None, release, store.rest, store.reset):
             for chunk in chunks if self.rank == 0 else chunks[1:]:
                 store.start_fetch(chunk)
                 store.start_fetch(chunk)
-            if giving_back is not None:
-                giving_back()
+            if give_back is not None:
+                give_back()
             for param, value in zip(params, values, strict=True):
                 store.begin_use([param])
                 store.start_fetch(store.chunk_of(param))
