@@ -33,7 +33,7 @@ class Disk:
 
 
 def watch(disk: Disk, model: GeminiDDP) -> None:
-    page_in, start_gather, commit = Tier.page_in, Chunk.start_gather, Chunk.commit
+    page_in, start_gather, commit = Tier.page_in, Chunk.start_gather, Chunk.start_commit
 
     def asking(self: Tier, memory: Tensor) -> None:
         if self.name == "disk":
@@ -46,15 +46,15 @@ def watch(disk: Disk, model: GeminiDDP) -> None:
             disk.calls += 1
         return start_gather(self)
 
-    def committing(self: Chunk) -> None:
+    def committing(self: Chunk) -> Any:
         if self.master is not None:
             disk.use(self.master, f"update of {self.name}")
             disk.calls += 1
-        commit(self)
+        return commit(self)
 
     Tier.page_in = asking  # type: ignore[method-assign] # the ranks' processes end here
     Chunk.start_gather = gathering  # type: ignore[method-assign]
-    Chunk.commit = committing  # type: ignore[method-assign]
+    Chunk.start_commit = committing  # type: ignore[method-assign]
 
 
 def check_read_ahead(rank: int, world_size: int, folder: str) -> None:

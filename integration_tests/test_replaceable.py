@@ -96,7 +96,7 @@ class NeverEvict:
         return placement
 
     def schedule(self, trace: Trace[ChunkT], placement: Placement[ChunkT]) -> Plan[ChunkT]:
-        steps = tuple(PlanStep(tuple(dict.fromkeys(access.chunks)), (), ()) for access in trace.accesses)
+        steps = tuple(PlanStep(tuple(dict.fromkeys(access.chunks)), (), (), ()) for access in trace.accesses)
         used = {chunk for step in steps for chunk in step.chunks}
         every = sum(chunk.full_bytes for chunk in placement.chunks)
         peak = dict(placement.needed_bytes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gemini_booster._shards import ChunkShard
+from gemini_booster._shards import ChunkShard, WriteBehind
 from gemini_chunk import ChunkManager, device_tier, disk_tier
 
 
@@ -24,7 +24,7 @@ def test_states_on_disk_leave_memory_when_a_shard_is_committed(tmp_path: Path) -
     param = nn.Parameter(torch.ones(2**18))
     manager = ChunkManager(device=device_tier("cpu"), disk=disk_tier(tmp_path))
     (chunk,) = manager.register([("a", param)], 2**18, rest="disk")
-    shard = ChunkShard(chunk, manager.tier("disk"), manager.tier("host"), None)
+    shard = ChunkShard(chunk, manager.tier("disk"), manager.tier("host"), None, WriteBehind())
     state = shard.new_state(2**18, torch.float32, "exp_avg")
     state.add_(3.0)
     assert resident_bytes(tmp_path) >= 2**20

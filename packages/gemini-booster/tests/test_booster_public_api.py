@@ -48,6 +48,7 @@ MODEL_SETTINGS = [
     "host_capacity",
     "offload_directory",
     "max_prefetch",
+    "max_fetch",
     "hidden_dim",
     "min_chunk_size_m",
     "search_range_m",

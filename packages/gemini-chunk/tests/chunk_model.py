@@ -80,7 +80,7 @@ class ModelChunk:
         self.gradient: Tensor | None = None
         self.where: Literal["place", "own", "device"] | None = None
         self.into_place = False
-        self.buffer = self.gathering = self.reducing = False
+        self.buffer = self.fetched = self.gathering = self.reducing = False
         self.full_valid = self.visible = self.aliased
         self.states: list[State] = ["HOLD" if self.visible else "FREE"] * len(values)
         if self.aliased:
@@ -126,6 +126,19 @@ class ModelChunk:
         self.full_valid = False
         if not self.aliased:
             self.account.free("device", self.full_bytes)
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self.full_bytes if self.world_size == 1 else self.shard_bytes
+
+    def forget_fetched(self) -> None:
+        if self.fetched:
+            self.fetched = False
+            self.account.free("device", self.fetched_bytes)
+
+    def finish_transfers(self) -> None:
+        self.finish_gather()
+        self.forget_fetched()
 
     def finish_gather(self) -> None:
         if self.gathering:
@@ -199,6 +212,13 @@ class ModelChunk:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
+    def start_fetch(self) -> None:
+        there = self.full_valid or self.gathering or self.fetched
+        if there or self.rest == "device" or self.reducing or self.where == "place":
+            return
+        self.account.take("device", self.fetched_bytes)
+        self.fetched = True
+
     def start_gather(self) -> None:
         if self.visible or self.gathering:
             return
@@ -207,8 +227,11 @@ class ModelChunk:
         if self.full_valid:
             self.show()
             return
-        if not self.aliased:
+        if not self.aliased and not (self.fetched and self.world_size == 1):
             self.account.take("device", self.full_bytes)
+        if self.fetched and self.world_size > 1:
+            self.account.free("device", self.shard_bytes)
+        self.fetched = False
         self.gathering = True
 
     def gather(self) -> None:
@@ -220,7 +243,7 @@ class ModelChunk:
             return
         if self.in_use:
             raise Illegal
-        self.finish_gather()
+        self.finish_transfers()
         if self.visible:
             self.hide()
             self.drop_full()
@@ -233,7 +256,7 @@ class ModelChunk:
         self.finish_reduce()
         if self.gradient is not None:
             raise Illegal
-        self.finish_gather()
+        self.finish_transfers()
         if self.world_size == 1 and tier == "device":
             self.gather()
             self.account.free(self.rest, self.shard_bytes)
@@ -283,7 +306,7 @@ class ModelChunk:
     def start_reduce(self) -> None:
         if not self.trainable:
             raise Illegal
-        self.finish_gather()
+        self.finish_transfers()
         self.take_buffer()
         parts = [
             torch.zeros(value.numel()) if grad is None or state != "READY_FOR_REDUCE" else grad.flatten()
@@ -308,7 +331,7 @@ class ModelChunk:
     def commit(self) -> None:
         if self.in_use:
             raise Illegal
-        self.finish_gather()
+        self.finish_transfers()
         self.finish_reduce()
         if self.masters is not None:
             self.values = [master.to(self.dtype) for master in self.masters]
@@ -322,7 +345,7 @@ class ModelChunk:
         self.show_again()
 
     def discard(self) -> None:
-        self.finish_gather()
+        self.finish_transfers()
         self.finish_reduce()
         if self.filling:
             self.return_buffer()
@@ -334,6 +357,7 @@ class ModelChunk:
         if self.gathering:
             self.gathering = False
             self.drop_full()
+        self.forget_fetched()
         if self.reducing and not self.into_place:
             self.account.free("device", self.shard_bytes)
         self.return_buffer()

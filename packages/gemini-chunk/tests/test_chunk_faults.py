@@ -21,7 +21,7 @@ from gemini_chunk import (
     disk_tier,
     host_tier,
 )
-from gemini_chunk.testing import Call, CountingCollectives, DelayedCollectives, FailingCollectives
+from gemini_chunk.testing import Call, CountingCollectives, DelayedCollectives, FailingCollectives, LateCopier
 from ranks import run_ranks
 
 
@@ -198,17 +198,18 @@ INTERRUPTIONS: dict[str, Callable[[Chunk], object]] = {
 
 @pytest.mark.parametrize("name", INTERRUPTIONS)
 def test_whatever_comes_after_a_started_gather_waits_for_it(name: str) -> None:
-    late = DelayedCollectives(LocalCollectives())
+    late, copier = DelayedCollectives(LocalCollectives()), LateCopier()
     params = parameters()
-    device = device_tier("cpu")
+    device, host = device_tier("cpu"), host_tier()
+    host.outgoing = copier
     chunk = Chunk(18, torch.float32, device=device, collectives=late)
     for param in params:
         chunk.append(param)
-    chunk.close(host_tier())
+    chunk.close(host)
     handle = chunk.start_gather()
-    assert late.open == 1
+    assert copier.open == 1
     INTERRUPTIONS[name](chunk)
-    assert (late.open, late.faults) == (0, [])
+    assert (late.open, copier.open, late.faults, copier.faults) == (0, 0, [], [])
     handle.wait()  # over already: nothing happens
     assert device.used == (72 if chunk.is_gathered else 0)
 

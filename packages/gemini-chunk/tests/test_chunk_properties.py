@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from torch import Tensor
 
 from gemini_chunk import Chunk, ChunkError, Tier, TierFullError, TierName, device_tier, disk_tier, host_tier
+from gemini_chunk.testing import LateCopier
 
 SEQUENCES = int(os.environ.get("GEMINI_CHUNK_SEQUENCES", "2000"))
 TIERS: list[TierName] = ["device", "host", "disk"]
@@ -27,7 +28,7 @@ OTHERS = [torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn]
 SHAPES = [(), (1,), (2, 3), (5,), (0, 3), (3, 1, 2), (7,)]
 # What a training loop does often is here more than once.
 EVENTS = [
-    *["start_gather", "gather", "begin_use", "end_use", "take_gradients", "start_reduce"] * 3,
+    *["start_fetch", "start_gather", "gather", "begin_use", "end_use", "take_gradients", "start_reduce"] * 3,
     *["release", "move", "take_gradient", "wait_reduce", "update"] * 2,
     *["commit", "discard", "reset", "load", "settle_states", "call_wrongly"],
 ]
@@ -127,6 +128,7 @@ class ChunkMachine(RuleBasedStateMachine):
         for rank in range(world_size):
             for tier in self.tiers[rank].values():
                 tier.poisons = True
+                tier.incoming, tier.outgoing = LateCopier(), LateCopier()
         self.models: list[ModelChunk] = []
         self.chunks: list[list[Chunk]] = []
         self.pools = [Pool(tiers["device"]) for tiers in self.tiers]
@@ -224,6 +226,10 @@ class ChunkMachine(RuleBasedStateMachine):
                 getattr(self, name)(chunk, tensor % len(self.models[chunk].values), choice)
                 self.every_byte_is_accounted_for()
                 self.every_value_is_right()
+
+    def start_fetch(self, at: int, _: int, choice: int) -> None:
+        fetch = Chunk.start_fetch if choice < 4 else lambda chunk: chunk.start_fetch().wait()
+        self.happen(self.models[at].start_fetch, lambda chunk, _: fetch(chunk), chunk=at)
 
     def start_gather(self, at: int, _: int, __: int) -> None:
         self.happen(self.models[at].start_gather, lambda chunk, _: chunk.start_gather(), chunk=at)
@@ -331,18 +337,22 @@ class ChunkMachine(RuleBasedStateMachine):
     # -- what holds after each event ----------------------------------------------------------------------------------
 
     def every_byte_is_accounted_for(self) -> None:
+        for chunk in (chunk for chunks in getattr(self, "chunks", []) for chunk in chunks):
+            chunk.wait_gradient()
         for tiers in getattr(self, "tiers", []):
             assert {name: tier.used for name, tier in tiers.items()} == self.account.used
             for tier in tiers.values():
                 assert sum(tier.holders.values()) == tier.used
+                assert tier.incoming.faults == tier.outgoing.faults == []
 
     def every_value_is_right(self) -> None:
         for model, chunks in zip(getattr(self, "models", []), getattr(self, "chunks", []), strict=True):
             for chunk, tiers in zip(chunks, self.tiers, strict=True):
                 assert [info.state.name for info in chunk.tensors] == model.states
                 assert [info.users for info in chunk.tensors] == model.users
-                facts = (chunk.is_gathered, chunk.tier, chunk.has_local_gradient, chunk.keeps_gathered)
-                assert facts == (model.visible, tiers[model.rest].name, model.filling, model.aliased)
+                facts = (chunk.is_gathered, chunk.is_fetched, chunk.has_local_gradient, chunk.keeps_gathered)
+                assert facts == (model.visible, model.fetched, model.filling, model.aliased)
+                assert chunk.tier == tiers[model.rest].name
                 for info, value in zip(chunk.tensors, model.values, strict=True):
                     if model.visible:
                         assert same(info.tensor, value)

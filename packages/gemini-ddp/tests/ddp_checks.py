@@ -24,6 +24,7 @@ torch.set_num_threads(1)
 class Step:
     prefetch: tuple[PlainChunk, ...]
     release: tuple[PlainChunk, ...]
+    fetch: tuple[PlainChunk, ...] = ()
 
 
 @dataclass(frozen=True)

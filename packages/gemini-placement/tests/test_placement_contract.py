@@ -21,6 +21,14 @@ class TestStaticOffloaded(PlacementPolicyContract):
         return StaticPlacementPolicy(offload_optim_frac=1.0, offload_param_frac=0.5)
 
 
+class TestStaticWithFetch(PlacementPolicyContract):
+    max_prefetch = 1
+    max_fetch = 2
+
+    def make_policy(self) -> PlacementPolicy:
+        return StaticPlacementPolicy(offload_optim_frac=1.0, offload_param_frac=0.8, max_prefetch=1, max_fetch=2)
+
+
 class TestAuto(PlacementPolicyContract):
     def make_policy(self) -> PlacementPolicy:
         return AutoPlacementPolicy()
@@ -31,3 +39,10 @@ class TestAutoWithPrefetch(PlacementPolicyContract):
 
     def make_policy(self) -> PlacementPolicy:
         return AutoPlacementPolicy(max_prefetch=3)
+
+
+class TestAutoWithFetch(PlacementPolicyContract):
+    max_fetch = 1
+
+    def make_policy(self) -> PlacementPolicy:
+        return AutoPlacementPolicy(max_fetch=1)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gemini_placement import (
     AccessStats,
+    AutoPlacementPolicy,
     ChunkPlacement,
     MemStats,
     Placement,
@@ -28,22 +29,53 @@ TRACES = st.lists(st.lists(st.sampled_from(CHUNKS), max_size=3), max_size=25).ma
 )
 
 
-def placed(kept: int) -> Placement:
-    """Keep the chunks whose bit is set in ``kept``."""
+def placed(kept: int, away: int = 0, **settings) -> Placement:
+    """Keep the chunks whose bit is set in ``kept``; of the others, let those of ``away`` rest on the host."""
     return Placement(
         CHUNKS,
         [
-            ChunkPlacement(keep_gathered=bool(kept >> index & 1), param_tier="device", optim_tier="device")
+            ChunkPlacement(
+                keep_gathered=bool(kept >> index & 1),
+                param_tier="host" if away & ~kept & 1 << index else "device",
+                optim_tier="device",
+            )
             for index in range(len(CHUNKS))
         ],
+        **settings,
     )
 
 
 @settings(max_examples=600, deadline=None)
-@given(TRACES, st.integers(0, 127), st.integers(0, 4))
-def test_any_trace_is_served_within_the_prefetch_bound(trace, kept, max_prefetch) -> None:
-    plan = StaticPlacementPolicy(max_prefetch=max_prefetch).schedule(trace, placed(kept))
-    check_plan(plan, trace, placed(kept), max_prefetch=max_prefetch)
+@given(TRACES, st.integers(0, 127), st.integers(0, 127), st.integers(0, 4), st.integers(0, 3), st.integers(1, 2))
+def test_any_trace_is_served_within_the_bounds(trace, kept, away, max_prefetch, max_fetch, world_size) -> None:
+    placement = placed(kept, away, world_size=world_size)
+    plan = StaticPlacementPolicy(max_prefetch=max_prefetch, max_fetch=max_fetch).schedule(trace, placement)
+    check_plan(plan, trace, placement, max_prefetch=max_prefetch, max_fetch=max_fetch)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TRACES, st.integers(0, 127), st.integers(0, 2), st.integers(1, 3), st.integers(1, 2))
+def test_fetches_change_neither_gathers_nor_traffic(trace, away, max_prefetch, max_fetch, world_size) -> None:
+    placement = placed(0, away, world_size=world_size)
+    without = StaticPlacementPolicy(max_prefetch=max_prefetch).schedule(trace, placement)
+    plan = StaticPlacementPolicy(max_prefetch=max_prefetch, max_fetch=max_fetch).schedule(trace, placement)
+    parts = [[(step.chunks, step.prefetch, step.release) for step in each.steps] for each in (plan, without)]
+    assert parts[0] == parts[1]
+    assert (plan.gathers, plan.traffic) == (without.gathers, without.traffic)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TRACES, st.integers(0, 127), st.integers(0, 2), st.integers(0, 3), st.integers(1, 2), st.integers(0, 2_500))
+def test_held_and_fetched_chunks_keep_within_the_room(trace, away, max_prefetch, max_fetch, world_size, room) -> None:
+    depths = {"max_prefetch": max_prefetch, "max_fetch": max_fetch}
+    unlimited = placed(0, away, world_size=world_size, **depths)
+    least = StaticPlacementPolicy(**depths).schedule(trace, unlimited).peak_bytes["device"]
+    capacity = max(room, least, unlimited.needed_bytes["device"])
+    placement = placed(0, away, world_size=world_size, device_capacity=capacity, **depths)
+    plan = AutoPlacementPolicy(**depths).schedule(trace, placement)
+    check_bounds = {"max_prefetch": len(CHUNKS), "max_fetch": max_fetch}  # held chunks have no bound of their own
+    check_plan(plan, trace, placement, **check_bounds)
+    assert plan.peak_bytes["device"] <= capacity
 
 
 @settings(max_examples=300, deadline=None)
@@ -124,6 +156,24 @@ def test_prefetch_starts_the_next_chunk_and_keeps_what_it_would_start_again() ->
     assert plan.peak_gathered_bytes == 2 * 4096
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fetches_are_the_next_chunks_off_the_device_beyond_those_prefetched(world_size: int) -> None:
+    chunks = paper_chunks(6, full_bytes=4096, world_size=world_size)
+    policy = StaticPlacementPolicy(offload_param_frac=1.0, max_prefetch=1, max_fetch=2)
+    placement = policy.place(chunks, capacities=UNLIMITED, world_size=world_size)
+    plan = policy.schedule(there_and_back(chunks), placement)
+    fetches = ["".join(chunk.name[-1] for chunk in step.fetch) for step in plan.steps]
+    assert fetches == ["23", "4", "5", "2", "3", "", "", "1", "0", "", "", ""]
+    # The full buffers of two chunks, and two shards; a single rank fetches into full buffers.
+    assert plan.peak_gathered_bytes == 2 * 4096 + 2 * (4096 if world_size == 1 else 2048)
+
+
+def test_chunks_that_rest_on_the_device_take_no_fetch_slot() -> None:
+    trace = PaperTrace(tuple(PaperAccess("forward", (chunk,)) for chunk in CHUNKS))
+    plan = StaticPlacementPolicy(max_fetch=1).schedule(trace, placed(kept=0, away=0b1000100))
+    assert [step.fetch for step in plan.steps] == [(CHUNKS[2],), (), (CHUNKS[6],), (), (), (), ()]
+
+
 def test_kept_chunks_are_gathered_once_and_never_released() -> None:
     chunks = paper_chunks(3)
     policy = StaticPlacementPolicy(shard_param_frac=0.0, max_prefetch=1)
@@ -160,7 +210,12 @@ def test_plan_digest_and_description_follow_the_steps() -> None:
     assert lines[0].startswith("6 accesses, 4 gathers, at most 8,192 bytes gathered")
     assert lines[1] == "bytes at the peak: device 59,392, host 0, disk 0"
     assert lines[2] == "bytes moved in a step: ranks 14,336"
-    assert lines[5].split() == ["0", "chunk", "0", "chunk", "1", "chunk", "0"]
+    assert lines[5].split() == ["0", "chunk", "0", "chunk", "1", "-", "chunk", "0"]
+    away = replace(policy, offload_param_frac=1.0)
+    placement = away.place(chunks, capacities=UNLIMITED, world_size=2)
+    fetching = replace(away, max_fetch=1).schedule(there_and_back(chunks), placement)
+    assert fetching.digest != away.schedule(there_and_back(chunks), placement).digest
+    assert fetching.describe().splitlines()[5].split() == ["0", "chunk", "0", "-", "chunk", "1", "chunk", "0"]
 
 
 def test_planning_looks_at_each_access_once_however_long_the_trace() -> None:

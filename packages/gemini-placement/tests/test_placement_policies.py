@@ -181,11 +181,12 @@ def test_fractions_outside_zero_to_one_are_refused_by_name(policy, field, value)
 
 
 @pytest.mark.parametrize("policy", [StaticPlacementPolicy, AutoPlacementPolicy])
-def test_prefetch_must_be_a_number_of_chunks(policy) -> None:
-    with pytest.raises(ValueError, match="max_prefetch must not be negative, got -1"):
-        policy(max_prefetch=-1)
-    with pytest.raises(TypeError, match="max_prefetch must be an int"):
-        policy(max_prefetch=1.0)
+@pytest.mark.parametrize("depth", ["max_prefetch", "max_fetch"])
+def test_depths_must_be_numbers_of_chunks(policy, depth) -> None:
+    with pytest.raises(ValueError, match=f"{depth} must not be negative, got -1"):
+        policy(**{depth: -1})
+    with pytest.raises(TypeError, match=f"{depth} must be an int"):
+        policy(**{depth: 1.0})
 
 
 @pytest.mark.parametrize(
@@ -236,12 +237,24 @@ def test_prefetched_buffers_belong_to_the_working_set() -> None:
     assert needed == {0: 1850, 1: 1950, 2: 1950, 9: 1950}
 
 
+def test_fetched_shards_belong_to_the_working_set_and_a_single_rank_fetches_full_buffers() -> None:
+    for world_size, fetched in ((1, 100), (2, 50)):
+        chunks = paper_chunks(6, full_bytes=100, world_size=world_size)
+        needed = {
+            fetch: StaticPlacementPolicy(offload_param_frac=0.5, offload_optim_frac=1.0, max_fetch=fetch)
+            .place(chunks, capacities=UNLIMITED, world_size=world_size)
+            .needed_bytes["device"]
+            for fetch in (0, 1, 2, 9)
+        }
+        assert [needed[fetch] - needed[0] for fetch in (1, 2, 9)] == [fetched, 2 * fetched, 3 * fetched]
+
+
 def advised(message: str) -> StaticPlacementPolicy:
     found = re.search(r"nearest that fits: (.*)\.$", message)
     assert found, message
     words = dict(word.split("=") for word in found[1].split(", "))
-    prefetch = int(words.pop("max_prefetch"))
-    return StaticPlacementPolicy(max_prefetch=prefetch, **{name: float(value) for name, value in words.items()})
+    depths = {name: int(words.pop(name)) for name in ("max_prefetch", "max_fetch") if name in words}
+    return StaticPlacementPolicy(**depths, **{name: float(value) for name, value in words.items()})
 
 
 @settings(max_examples=100, deadline=None)
@@ -252,11 +265,14 @@ def advised(message: str) -> StaticPlacementPolicy:
     st.sampled_from([{}, {"disk": None}, {"disk": 500}]),
     FRACTIONS,
     st.integers(0, 2),
+    st.integers(0, 2),
 )
-def test_settings_named_by_a_static_refusal_do_fit(facts, device, host, disk, fraction, prefetch) -> None:
+def test_settings_named_by_a_static_refusal_do_fit(facts, device, host, disk, fraction, prefetch, fetch) -> None:
     chunks, world_size = facts
     capacities = {"device": device, "host": host, **disk}
-    policy = StaticPlacementPolicy(shard_param_frac=fraction, offload_optim_frac=fraction, max_prefetch=prefetch)
+    policy = StaticPlacementPolicy(
+        offload_param_frac=fraction, offload_optim_frac=fraction, max_prefetch=prefetch, max_fetch=fetch
+    )
     try:
         placement = policy.place(chunks, capacities=capacities, world_size=world_size)
     except PlacementError as error:
@@ -279,12 +295,13 @@ def test_static_refuses_a_host_that_does_not_exist() -> None:
     st.one_of(st.none(), st.integers(0, 1500), st.just(-1)),
     st.one_of(st.none(), st.integers(0, 1500), st.just(-1)),
     st.integers(0, 2),
+    st.integers(0, 2),
 )
-def test_auto_keeps_every_capacity_or_says_what_would_do(facts, device, host, disk, prefetch) -> None:
+def test_auto_keeps_every_capacity_or_says_what_would_do(facts, device, host, disk, prefetch, fetch) -> None:
     chunks, world_size = facts
     capacities = {"device": device, "host": host, "disk": disk}
     capacities = {tier: capacity for tier, capacity in capacities.items() if capacity != -1}
-    policy = AutoPlacementPolicy(max_prefetch=prefetch)
+    policy = AutoPlacementPolicy(max_prefetch=prefetch, max_fetch=fetch)
     refusal = None
     try:
         placement = policy.place(chunks, capacities=capacities, world_size=world_size)
@@ -302,8 +319,8 @@ def test_auto_keeps_every_capacity_or_says_what_would_do(facts, device, host, di
             policy.place(chunks, capacities={**wider, found[1]: wider[found[1]] - 1}, world_size=world_size)
     else:
         assert refusal.needed["device"] > device
-        if found := re.search(r"max_prefetch=(\d) would fit", str(refusal)):
-            lower = AutoPlacementPolicy(max_prefetch=int(found[1]))
+        if found := re.search(r"max_prefetch=(\d)(?:, max_fetch=(\d))? would fit", str(refusal)):
+            lower = AutoPlacementPolicy(max_prefetch=int(found[1]), max_fetch=int(found[2] or 0))
             lower.place(chunks, capacities={"device": device, "host": None}, world_size=world_size)
 
 

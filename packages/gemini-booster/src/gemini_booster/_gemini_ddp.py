@@ -18,7 +18,7 @@ from gemini_booster._auto_run import AutoRun, device_total
 from gemini_booster._launch import check_world_size, group_of
 from gemini_booster._modules import check_called, compute_in_fp32, find_modules, params_of
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
-from gemini_booster._shards import ChunkShard
+from gemini_booster._shards import ChunkShard, WriteBehind
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
 from gemini_ddp import ZeroDDP
 from gemini_lazy import forget, is_lazy, materialize, materialize_value
@@ -96,6 +96,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         host_capacity: bytes of model states in main memory; None for no limit.
         offload_directory: folder for memory-mapped files; None for no disk tier.
         max_prefetch: chunks gathered ahead of their use.
+        max_fetch: beyond those, chunks brought from host or disk to the device ahead of their gather.
         hidden_dim: step of the chunk search in elements; by default 1024.
         min_chunk_size_m: smallest chunk in units of 2**20 elements; a group of parameters smaller than that is one
             chunk that stays gathered.
@@ -144,6 +145,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         host_capacity: int | str | None = None,
         offload_directory: str | None = None,
         max_prefetch: int = 0,
+        max_fetch: int = 0,
         hidden_dim: int | None = None,
         min_chunk_size_m: float = 32,
         search_range_m: float = 32,
@@ -176,6 +178,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
                 steady_cuda_cap_ratio=steady_cuda_cap_ratio,
                 gpu_margin_mem_ratio=gpu_margin_mem_ratio,
                 max_prefetch=max_prefetch,
+                max_fetch=max_fetch,
             )
             _check_fresh(module)
             leaves = find_modules(module, leaf_modules, "leaf_modules")
@@ -322,9 +325,10 @@ class GeminiDDP(ZeroDDP[Chunk]):
 def _shards(states: Mapping[Chunk, Tier], host: Tier) -> Sequence[ChunkShard]:
     """Return the shards of trainable chunks, each of which knows the one after it."""
     shards: list[ChunkShard] = []
+    behind = WriteBehind()
     for chunk, tier in reversed(list(states.items())):
         if chunk.trainable:
-            shards.append(ChunkShard(chunk, tier, host, shards[-1] if shards else None))
+            shards.append(ChunkShard(chunk, tier, host, shards[-1] if shards else None, behind))
     return shards[::-1]
 
 

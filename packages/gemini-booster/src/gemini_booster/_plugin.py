@@ -58,6 +58,7 @@ class GeminiPlugin:
     host_capacity: int | str | None = None
     offload_directory: str | None = None
     max_prefetch: int = 0
+    max_fetch: int = 0
     hidden_dim: int | None = None
     min_chunk_size_m: float = 32
     search_range_m: float = 32
@@ -97,6 +98,7 @@ class GeminiPlugin:
             steady_cuda_cap_ratio=self.steady_cuda_cap_ratio,
             gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
             max_prefetch=self.max_prefetch,
+            max_fetch=self.max_fetch,
         )
         to_bytes(self.device_capacity, "device_capacity")
         to_bytes(self.host_capacity, "host_capacity")

@@ -60,12 +60,13 @@ def make_policy(
     steady_cuda_cap_ratio: float,
     gpu_margin_mem_ratio: float,
     max_prefetch: int,
+    max_fetch: int,
 ) -> StaticPlacementPolicy | AutoPlacementPolicy:
     """Return the policy that the keywords of `GeminiDDP` describe.
 
     Raises:
         ValueError: the name is unknown, a share is out of its range, or the disk gets one and has no directory.
-        TypeError: ``max_prefetch`` is no int.
+        TypeError: ``max_prefetch`` or ``max_fetch`` is no int.
     """
     if name == "static":
         if offload_directory is None and (disk_optim_frac or disk_param_frac):
@@ -80,6 +81,7 @@ def make_policy(
             disk_optim_frac=disk_optim_frac,
             disk_param_frac=disk_param_frac,
             max_prefetch=max_prefetch,
+            max_fetch=max_fetch,
         )
     if name == "auto":
         return AutoPlacementPolicy(
@@ -87,5 +89,6 @@ def make_policy(
             steady_cuda_cap_ratio=steady_cuda_cap_ratio,
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
             max_prefetch=max_prefetch,
+            max_fetch=max_fetch,
         )
     raise ValueError(f"placement_policy must be 'static' or 'auto', got {name!r}.")

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from gemini_chunk import Chunk, ChunkError, Tier
+from gemini_chunk import Chunk, ChunkError, Handle, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,19 @@ class ParamRun:
     param_offset: int
 
 
+class WriteBehind:
+    """The update of a chunk that was started last: one is written back while the next shard is updated, and no more."""
+
+    def __init__(self) -> None:
+        self._last: Handle | None = None
+
+    def add(self, handle: Handle) -> None:
+        """Wait for the one before; this one is the last now."""
+        last, self._last = self._last, handle
+        if last is not None:
+            last.wait()
+
+
 class ChunkShard:
     """This rank's part of one trainable chunk.
 
@@ -30,13 +43,17 @@ class ChunkShard:
         states: tier where its optimizer states rest.
         host: main memory, where the optimizer computes if the states rest off the device.
         following: the shard that an optimizer updates next, which the disk reads while this one is updated.
+        behind: shared by all shards of an optimizer.
     """
 
-    def __init__(self, chunk: Chunk, states: Tier, host: Tier, following: ChunkShard | None) -> None:
+    def __init__(
+        self, chunk: Chunk, states: Tier, host: Tier, following: ChunkShard | None, behind: WriteBehind
+    ) -> None:
         self.chunk = chunk
         self._states = states
         self._host = host
         self._following = following
+        self._behind = behind
         self._reads_ahead = following is not None
         self._memories: list[Tensor] = []
         self._next_states: Tier | None = None
@@ -101,10 +118,10 @@ class ChunkShard:
         return [info.tensor for info in self.chunk.without_gradient if isinstance(info.tensor, nn.Parameter)]
 
     def commit(self) -> None:
-        """Take the updated weights into the working parameters; the states are not needed before the next step."""
+        """Take the updated weights into the working parameters, in the background; the states are not needed soon."""
         self._reads_ahead = True
         self._count_update()
-        self.chunk.commit()
+        self._behind.add(self.chunk.start_commit())
         for memory in self._memories:
             self._states.page_out(memory)
 

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from gemini_chunk._chunk import Chunk
 from gemini_chunk._collectives import Collectives, Handle, LocalCollectives, ProcessGroupCollectives
+from gemini_chunk._copying import BackgroundCopier, Copier
 from gemini_chunk._errors import ChunkError, ChunkFullError, TensorStateError, TierFullError
 from gemini_chunk._layout import ShardSlice
 from gemini_chunk._manager import ChunkManager
@@ -17,12 +18,14 @@ from gemini_chunk._synchronise import Synchronise
 from gemini_chunk._tiers import Tier, TierName, device_tier, disk_tier, host_tier
 
 __all__ = [
+    "BackgroundCopier",
     "BufferPool",
     "Chunk",
     "ChunkError",
     "ChunkFullError",
     "ChunkManager",
     "Collectives",
+    "Copier",
     "Handle",
     "LocalCollectives",
     "ProcessGroupCollectives",

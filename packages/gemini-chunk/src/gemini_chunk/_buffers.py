@@ -17,12 +17,20 @@ class GradientBuffers:
 
     Args:
         device: the tier they are taken from.
-        finish_reductions: waits for all reductions under way, whose buffers then come back.
+        land: waits for gradients that are on their way off the device; buffers that they come from then come back.
+        finish_reductions: waits for all reductions under way as well, whose buffers then come back.
         release_unused: releases the chunks that nobody uses.
     """
 
-    def __init__(self, device: Tier, finish_reductions: Callable[[], None], release_unused: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: Tier,
+        land: Callable[[], None],
+        finish_reductions: Callable[[], None],
+        release_unused: Callable[[], None],
+    ) -> None:
         self._device = device
+        self._land = land
         self._finish_reductions = finish_reductions
         self._release_unused = release_unused
         self._idle: list[Tensor] = []
@@ -30,6 +38,9 @@ class GradientBuffers:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `BufferPool.take`."""
         buffer = self._take_idle(numel, dtype)
+        if buffer is None:
+            self._land()
+            buffer = self._take_idle(numel, dtype)
         if buffer is not None:
             return buffer
         self.clear()  # those are too small, or of another dtype: they would only hold memory

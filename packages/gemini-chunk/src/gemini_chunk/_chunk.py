@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from gemini_chunk._collectives import Collectives, Done, Handle, LocalCollectives, Waiting
 from gemini_chunk._errors import ChunkError
-from gemini_chunk._full import FullBuffer, hide, settle_states, show, written
+from gemini_chunk._full import FullBuffer, hide, refuse_writes, settle_states, show, written
+from gemini_chunk._gathering import Gathering
 from gemini_chunk._moving import Mover
 from gemini_chunk._reduction import BufferPool, Reduction
 from gemini_chunk._states import TensorInfo, TensorState
 from gemini_chunk._synchronise import Synchronise, Synchroniser
 from gemini_chunk._tensors import assemble, local_value, resting_values, write
-from gemini_chunk._tiers import Tier, TierName, fill_with_poison
+from gemini_chunk._tiers import Tier, TierName
 from gemini_chunk._uses import UsedLayout
 
 
@@ -28,9 +28,9 @@ class Chunk(UsedLayout):
     ``.data`` is a view of the full buffer; while released it is a NaN-filled placeholder of the same shape and dtype,
     so that a missed gather shows. The tensor objects themselves never change.
 
-    What is started (`start_gather`, `start_move`, `start_reduce`) returns a handle. Whatever is called before its
-    ``wait`` waits for it first where the two would touch the same memory: nothing is freed or overwritten under an
-    open handle.
+    What is started (`start_fetch`, `start_gather`, `start_move`, `start_reduce`) returns a handle. Whatever is called
+    before its ``wait`` waits for it first where the two would touch the same memory: nothing is freed or overwritten
+    under an open handle.
 
     An error leaves the chunk as it was, or at rest: with the tensors released, every byte accounted for and, where a
     reduction failed, without the gradient.
@@ -102,7 +102,7 @@ class Chunk(UsedLayout):
         self._master: Tensor | None = None
         self._master_tier: Tier | None = None
         self._full: FullBuffer | None = None
-        self._gathering: Handle | None = None
+        self._gathering = Gathering(self)
         self._mover = Mover(self)
         self._with_gradient: set[TensorInfo] = set()
         self._reduction = Reduction(self)
@@ -139,6 +139,16 @@ class Chunk(UsedLayout):
         return self._visible and not self._aliased and self.users == 0
 
     @property
+    def is_fetched(self) -> bool:
+        """Whether the shard was fetched for a gather that has not started, or is on its way."""
+        return self._gathering.is_fetched
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether `start_fetch` would start something."""
+        return self._closed and self._gathering.can_fetch
+
+    @property
     def missing_bytes(self) -> int:
         """Bytes of the compute device that a gather would take now."""
         return 0 if self._full is not None and self._full.is_held else self.full_bytes
@@ -167,11 +177,19 @@ class Chunk(UsedLayout):
         """
         if not self.trainable:
             return None
-        return self.shard if self._master is None else self._master
+        if self._master is None:
+            return self.shard
+        self._mover.finish_update()  # it reads what is about to be changed
+        return self._master
 
     @property
     def gradient(self) -> Tensor | None:
-        """This rank's shard of the reduced gradient, shape ``(shard_numel,)``, or None where none came."""
+        """This rank's shard of the reduced gradient, shape ``(shard_numel,)``, or None where none came.
+
+        Raises:
+            ChunkError: see `wait_gradient`.
+        """
+        self._reduction.land()
         return self._reduction.result
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -340,8 +358,24 @@ class Chunk(UsedLayout):
 
     # -- gathering ----------------------------------------------------------------------------------------------------
 
+    def start_fetch(self) -> Handle:
+        """Start to bring the shard to the compute device ahead of a gather; no other rank takes part.
+
+        Nothing is started for a chunk that rests there, is gathered or on its way, or whose place a gradient has.
+        `release`, and whatever changes or moves the shard, gives back what was fetched.
+
+        Returns:
+            A handle; a gather waits for it, too.
+
+        Raises:
+            TierFullError: the compute device has no room for the shard (of a single rank, for the full buffer).
+            ChunkError: copying failed at once; the chunk is at rest.
+        """
+        self._need_closed()
+        return self._gathering.start_fetch()
+
     def start_gather(self) -> Handle:
-        """Start to make the full buffer valid.
+        """Start to make the full buffer valid; a shard that rests elsewhere is fetched first, if nobody has.
 
         Returns:
             A handle whose ``wait`` does what `gather` does.
@@ -349,70 +383,24 @@ class Chunk(UsedLayout):
         Raises:
             TierFullError: the compute device has no room for the full buffer, or the tier where the chunk rests none
                 for a gradient that lies in the parameters' place.
-            ChunkError: the collective failed at once.
+            ChunkError: the fetch failed, or the collective failed at once; the chunk is released.
         """
         self._need_closed()
-        if self._visible:
-            return Done()
-        if self._gathering is None:
-            self._mover.finish()
-            self._reduction.wait()
-            self._reduction.give_place_back()
-            if self._full_valid:
-                self._show()
-                return Done()
-            self._gathering = self._all_gather()
-            self.gathers += 1
-            self.sent_bytes += self.shard_bytes * (self._world_size - 1)
-            self._device.receive(self._rest, self.shard_bytes)
-        started = self._gathering
-        return Waiting(lambda: self.gather() if self._gathering is started else None)
-
-    def _all_gather(self) -> Handle:
-        assert self._full is not None
-        full, source = self._full, self._shard
-        full.take()
-        travelling = self._travelling(full.data)
-        if self._aliased and self._device.poisons:
-            first = self._rank * self.shard_numel
-            fill_with_poison(travelling[:first])
-            fill_with_poison(travelling[first + self.shard_numel :])
-        try:
-            if source.device != full.data.device:
-                source = self._own_part(full.data).copy_(source, non_blocking=True)
-            return self._collectives.all_gather(travelling, source) if self.shard_numel else Done()
-        except Exception as error:
-            self._drop_full()
-            raise self._gather_error(error) from error
-        except BaseException:
-            self._drop_full()
-            raise
+        return self._gathering.start()
 
     def gather(self) -> None:
         """Make the tensors valid on the compute device.
 
         Raises:
             TierFullError: a tier has no room; see `start_gather`.
-            ChunkError: the collective failed; the chunk is released.
+            ChunkError: the fetch or the collective failed; the chunk is released.
         """
-        if self._visible:
-            return
-        self.start_gather()
-        if self._gathering is None:
-            return
-        try:
-            self._gathering.wait()
-        except Exception as error:
-            self._gathering = None
-            self._drop_full()
-            raise self._gather_error(error) from error
-        self._gathering = None
-        self._full_valid = True
-        self._show()
-        self._rest.page_out(self._shard)
+        self._need_closed()
+        self._gathering.wait()
 
-    def _gather_error(self, error: Exception) -> ChunkError:
-        return ChunkError(f"Gathering {self.name} failed on rank {self._rank}: {error}")
+    def forget_fetched(self) -> None:
+        """Give back what `start_fetch` has brought, or is bringing, unless a gather has started."""
+        self._gathering.forget_fetched()
 
     def release(self) -> None:
         """Give the full buffer's memory back; a chunk that keeps gathered stays as it is.
@@ -425,8 +413,8 @@ class Chunk(UsedLayout):
             return
         if self.users:
             raise ChunkError(f"{self.name} cannot be released: {self._used_names()} are in use.")
-        if self._gathering is not None:
-            self.gather()
+        self._gathering.finish()
+        self._gathering.forget_fetched()
         if self._visible:
             self._hide()
             self._drop_full()
@@ -442,19 +430,11 @@ class Chunk(UsedLayout):
 
     def _show(self) -> None:
         if not self._visible and (lost := written(self.tensors)):
-            self._refuse_writes(lost)
+            if self._full is not None:
+                self._full.restore_placeholders()
+            refuse_writes(lost, self.name)
         self._visible = True
         show(self.tensors)
-
-    def _refuse_writes(self, lost: Sequence[TensorInfo]) -> NoReturn:
-        for info in lost:
-            info.version = info.tensor._version
-        if self._full is not None:
-            self._full.restore_placeholders()
-        raise ChunkError(
-            f"{[info.name for info in lost]} of {self.name} were written to in place while released, so the writes are "
-            "lost. Overwrite a value with load(), or load_state_dict() of the wrapped model."
-        )
 
     def _show_again(self) -> None:
         """Show what was hidden for a gradient in the parameters' place, and is valid."""
@@ -507,15 +487,16 @@ class Chunk(UsedLayout):
         self._page_out()
 
     def _finish_transfers(self) -> None:
-        """Finish what still reads the shard."""
+        """Finish what still reads the shard, which is about to change."""
         self._mover.finish()
-        if self._gathering is not None:
-            self.gather()
+        self._gathering.finish()
+        self._gathering.forget_fetched()
 
     def _settle(self) -> None:
         """Finish everything under way."""
         self._need_closed()
-        self._finish_transfers()
+        self._mover.finish()
+        self._gathering.finish()
         self._reduction.wait()
 
     def page_in(self, *, master: bool = False) -> None:
@@ -589,7 +570,7 @@ class Chunk(UsedLayout):
         return self._reduction.start(pool)
 
     def wait_reduce(self) -> None:
-        """Return when the reduction that was started has its result in `gradient`.
+        """Return when the collective of the reduction that was started is over; its result may be on its way yet.
 
         Raises:
             ChunkError: the collective failed; the gradient is dropped.
@@ -597,14 +578,33 @@ class Chunk(UsedLayout):
         """
         self._reduction.wait()
 
+    def wait_gradient(self) -> None:
+        """Return when a reduced gradient that is on its way to where the chunk rests has arrived, as `gradient` does.
+
+        Raises:
+            ChunkError: it could not be carried there; it is dropped.
+        """
+        self._reduction.land()
+
     def settle_states(self) -> None:
         """Bring tensors that were used in backward and have no gradient to come back to rest."""
         used = [info for info in self.tensors if info.state is TensorState.HOLD_AFTER_BWD]
         settle_states(used, visible=self._visible)
 
-    @torch.no_grad()
     def commit(self) -> None:
         """Take updated master weights into the working parameters, drop the gradient and release.
+
+        Raises:
+            ChunkError: a tensor is in use, or copying failed.
+        """
+        self.start_commit().wait()
+
+    def start_commit(self) -> Handle:
+        """Start what `commit` does.
+
+        Returns:
+            A handle. The gradient is dropped and the chunk released already; whatever needs the shard, or is given the
+            master weights to change them again, waits until they are taken over.
 
         Raises:
             ChunkError: a tensor is in use.
@@ -612,10 +612,11 @@ class Chunk(UsedLayout):
         self._need_closed()
         if self.users:
             raise ChunkError(f"{self.name} cannot take new weights: {self._used_names()} are in use.")
-        self._settle()
-        if self._master is not None:
-            self._shard.copy_(self._master)
+        self._finish_transfers()
+        self._reduction.wait()
         self._reduction.drop()
+        if self._master is not None:
+            self._mover.start_update()
         self._with_gradient.clear()
         self.generation += 1
         if not self._aliased:
@@ -625,7 +626,10 @@ class Chunk(UsedLayout):
             if self._visible:
                 self._hide()
         self._show_again()
-        self._page_out()
+        if self._master is None:
+            self._page_out()
+            return Done()
+        return Waiting(self._mover.finish_update)
 
     def discard(self) -> None:
         """Drop the gradient, reduced or not; the parameters keep the values they had before backward."""
@@ -638,12 +642,9 @@ class Chunk(UsedLayout):
     def reset(self) -> None:
         """Return to rest after an interrupted step: nothing in use, released, gradients dropped."""
         self._need_closed()
-        gathering, self._gathering = self._gathering, None
-        if gathering is not None:
-            with contextlib.suppress(Exception):  # it was, or will be, reported where it is waited for
-                gathering.wait()
-            self._drop_full()
-        self._mover.finish()
+        self._gathering.abandon()
+        with contextlib.suppress(ChunkError):  # a move has left the shard where it was, an update is tried again
+            self._mover.finish()
         self._reduction.abandon()
         self.users = 0
         for info in self.tensors:

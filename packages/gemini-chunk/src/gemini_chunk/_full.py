@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 
+from gemini_chunk._errors import ChunkError
 from gemini_chunk._pages import touch_in_huge_pages
 from gemini_chunk._states import TensorInfo, TensorState
 from gemini_chunk._tiers import Tier, fill_with_poison
@@ -101,6 +103,24 @@ def hide(tensors: Iterable[TensorInfo]) -> None:
 def written(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
     """Return the tensors that somebody wrote to since they were hidden; assigning ``.data`` is no such write."""
     return [info for info in tensors if info.tensor._version != info.version]
+
+
+def refuse_writes(lost: Sequence[TensorInfo], chunk: str) -> NoReturn:
+    """Tell of writes that a gather would undo, once.
+
+    Args:
+        lost: the tensors that were written to.
+        chunk: name of the chunk.
+
+    Raises:
+        ChunkError: always.
+    """
+    for info in lost:
+        info.version = info.tensor._version
+    raise ChunkError(
+        f"{[info.name for info in lost]} of {chunk} were written to in place while released, so the writes are lost. "
+        "Overwrite a value with load(), or load_state_dict() of the wrapped model."
+    )
 
 
 def settle_states(tensors: Iterable[TensorInfo], *, visible: bool) -> None:

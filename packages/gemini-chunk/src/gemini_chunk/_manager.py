@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -69,9 +69,10 @@ class ChunkManager:
         self._numbers = itertools.count()
         # By id, for a tensor's own hash is a Python function; the chunks keep the tensors alive.
         self._chunk_of: dict[int, tuple[Chunk, TensorInfo]] = {}
-        self._buffers = GradientBuffers(self.tiers["device"], self._finish_reductions, self._release_unused)
+        self._buffers = GradientBuffers(self.tiers["device"], self._land, self._finish_reductions, self._release_unused)
         self._read_ahead = ReadAhead()
         self._in_flight: deque[Chunk] = deque()
+        self._landing: list[Chunk] = []
         self._reduced: set[Chunk] = set()
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -236,6 +237,7 @@ class ChunkManager:
                 if not group:
                     del self._groups[name]
         self._in_flight = deque(other for other in self._in_flight if other is not chunk)
+        self._landing = [other for other in self._landing if other is not chunk]
         self._reduced.discard(chunk)
 
     def tier(self, name: TierName) -> Tier:
@@ -311,6 +313,21 @@ class ChunkManager:
         """Make a chunk's tensors valid on the compute device; here and below, a tensor stands for its chunk."""
         self._with_room(self._about_to_gather(chunk).gather)
 
+    def start_fetch(self, chunk: Chunk | Tensor) -> Handle:
+        """Start to bring a chunk's shard from where it rests to the compute device, ahead of its gather.
+
+        No other rank takes part. Where the device has no room for it nothing is started, and where it gets short of
+        room for something else, what was fetched is given back.
+        """
+        chunk = self._chunk(chunk)
+        if not chunk.can_fetch:
+            return _DONE
+        self._read_ahead.gathering(chunk)
+        try:
+            return chunk.start_fetch()
+        except TierFullError:
+            return _DONE
+
     def start_gather(self, chunk: Chunk | Tensor) -> Handle:
         """Start to gather; the handle waits, and so do a later `gather` and `begin_use`."""
         chunk = self._about_to_gather(chunk)
@@ -318,30 +335,43 @@ class ChunkManager:
 
     def _about_to_gather(self, chunk: Chunk | Tensor) -> Chunk:
         chunk = self._chunk(chunk)
-        if chunk.missing_bytes:
+        if chunk.missing_bytes and not chunk.is_fetched:
             self._read_ahead.gathering(chunk)
         return chunk
 
     def _with_room(self, gather: Callable[[], _ResultT]) -> _ResultT:
-        """Gather; where the device is full, first wait for reductions and give their buffers back."""
+        """Gather; where the device is full, first finish reductions and give back their buffers and what is fetched."""
         try:
             return gather()
         except TierFullError:
             self._buffers.make_room()
+            self._forget_fetched(())
             return gather()
 
     def has_room(self, chunks: Iterable[Chunk]) -> bool:
         """Whether these chunks can be gathered now within the device's capacity.
 
-        Where it is short, reductions are finished and their buffers given back first; chunks stay as they are.
+        Where it is short, reductions are finished and their buffers given back first, and so is what was fetched, that
+        of these chunks last; what is gathered stays. So the answer does not depend on fetches.
         """
         device = self.tiers["device"]
-        if device.capacity is None:
-            return True
-        needed = sum(chunk.missing_bytes for chunk in chunks)
-        if device.used + needed > device.capacity:
+        chunks = list(chunks)
+
+        def fits() -> bool:
+            needed = sum(chunk.missing_bytes for chunk in chunks)
+            return device.capacity is None or device.used + needed <= device.capacity
+
+        if not fits():
             self._buffers.make_room()
-        return device.used + needed <= device.capacity
+        for kept in (chunks, ()):
+            if not fits():
+                self._forget_fetched(kept)
+        return fits()
+
+    def _forget_fetched(self, kept: Collection[Chunk]) -> None:
+        for chunk in self._chunks:
+            if chunk not in kept:
+                chunk.forget_fetched()
 
     def _release_unused(self) -> None:
         for chunk in self._chunks:
@@ -350,8 +380,17 @@ class ChunkManager:
 
     def _finish_reductions(self) -> None:
         while self._in_flight:
-            self._in_flight[0].wait_reduce()  # stays first where its tier is full: another wait goes on from there
-            self._in_flight.popleft()
+            self._finish_first_reduction()
+        self._land()
+
+    def _finish_first_reduction(self) -> None:
+        self._in_flight[0].wait_reduce()  # stays first where its tier is full: another wait goes on from there
+        self._landing.append(self._in_flight.popleft())
+
+    def _land(self) -> None:
+        """Wait for gradients on their way to host or disk: no more than one chunk's takes memory of the device."""
+        while self._landing:
+            self._landing.pop().wait_gradient()
 
     def release(self, chunk: Chunk | Tensor) -> None:
         """Give the chunk's full buffer back, unless it keeps gathered or one of its tensors is in use."""
@@ -465,11 +504,11 @@ class ChunkManager:
         return self._reduce(chunk)
 
     def _reduce(self, chunk: Chunk) -> Handle:
+        self._land()
         while len(self._in_flight) >= _REDUCTIONS_IN_FLIGHT:
-            self._in_flight[0].wait_reduce()
-            self._in_flight.popleft()
+            self._finish_first_reduction()
         handle = chunk.start_reduce(self._buffers)
-        self._in_flight.append(chunk)
+        (self._landing if self.world_size == 1 else self._in_flight).append(chunk)
         self.release(chunk)
         return handle
 
@@ -505,10 +544,11 @@ class ChunkManager:
         for chunk in chunks:
             if chunk.has_local_gradient:
                 self._reduce(chunk)
-                chunk.wait_reduce()
+                self._finish_reductions()
 
     def rest(self) -> None:
         """Release every chunk that nobody uses and give the gradient buffers back."""
+        self._land()
         for chunk in self._chunks:
             if chunk.is_closed:
                 chunk.settle_states()
@@ -521,6 +561,7 @@ class ChunkManager:
             if chunk.is_closed:
                 chunk.reset()
         self._in_flight.clear()
+        self._landing.clear()
         self._reduced.clear()
         self._buffers.clear()
 

@@ -1,11 +1,11 @@
-"""Carrying a chunk's shard from one tier to another."""
+"""What changes a chunk's shard in the background: a move to another tier, and new weights."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from gemini_chunk._collectives import Done, Handle, Waiting
 from gemini_chunk._errors import ChunkError
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 class Mover:
-    """The move of a chunk's shard that is under way, if there is one; reads and sets the chunk's buffers."""
+    """The move or update of a chunk's shard that is under way, if there is one; reads and sets the chunk's buffers."""
 
     def __init__(self, chunk: Chunk) -> None:
         self._chunk = chunk
         self._tier: Tier | None = None
         self._target = torch.empty(0)
-        self._copied: torch.Event | None = None
+        self._copying: Handle = Done()
         self._starts = 0
+        self._updating: Handle | None = None
+        self._is_outdated = False
 
     @torch.no_grad()
     def start(self, tier: Tier) -> Handle:
@@ -47,8 +49,8 @@ class Mover:
             return Done()
         target = tier.allocate(chunk.shard_numel, chunk.dtype, f"{chunk.name} parameters")
         try:
-            target.copy_(chunk._shard, non_blocking=True)
-            self._copied = _event_after(target, chunk._shard)
+            copier = chunk._rest.outgoing if tier is chunk._device else tier.incoming
+            self._copying = copier.start(target, chunk._shard)
         except BaseException:
             tier.free(target)
             raise
@@ -57,14 +59,58 @@ class Mover:
         number = self._starts
         return Waiting(lambda: self.finish() if self._starts == number else None)
 
+    @torch.no_grad()
+    def start_update(self) -> None:
+        """Start to take the master weights over into the shard."""
+        self._is_outdated = True
+        with contextlib.suppress(Exception):  # who waits tries again
+            self._updating = self._update()
+
+    def _update(self) -> Handle:
+        chunk = self._chunk
+        assert chunk._master is not None, "there are master weights to take over"
+        assert chunk._master_tier is not None, "they rest somewhere"
+        if chunk.keeps_gathered or chunk._rest is chunk._master_tier is chunk._device:
+            chunk._shard.copy_(chunk._master)  # who reads the full buffer asks nobody
+            return Done()
+        copier = chunk._master_tier.outgoing if chunk._rest is chunk._device else chunk._rest.incoming
+        return copier.start(chunk._shard, chunk._master)
+
+    def finish_update(self) -> None:
+        """Wait until the shard has the new weights.
+
+        Raises:
+            ChunkError: copying failed; it is tried again when the shard is needed next.
+        """
+        if not self._is_outdated:
+            return
+        try:
+            updating, self._updating = self._updating or self._update(), None
+            updating.wait()
+        except Exception as error:
+            raise ChunkError(f"Taking new weights over into {self._chunk.name} failed: {error}") from error
+        self._is_outdated = False
+        self._chunk._page_out()
+
     def finish(self) -> None:
-        """Wait for the copy and let it be the shard."""
+        """Wait for what is under way; after a move its copy is the shard.
+
+        Raises:
+            ChunkError: copying failed; the shard is where it was.
+        """
+        self.finish_update()
         if self._tier is None:
             return
-        if self._copied is not None:
-            self._copied.synchronize()
         chunk, tier, target = self._chunk, self._tier, self._target
-        self._tier, self._target, self._copied = None, torch.empty(0), None
+        failed: Exception | None = None
+        try:
+            self._copying.wait()
+        except Exception as error:
+            failed = error
+        self._tier, self._target, self._copying = None, torch.empty(0), Done()
+        if failed is not None:
+            tier.free(target)
+            raise ChunkError(f"Moving {chunk.name} to the {tier.name} tier failed: {failed}") from failed
         if chunk.keeps_gathered:  # a single rank's chunk that leaves the compute tier
             chunk._hide()
             chunk._aliased = False
@@ -74,13 +120,3 @@ class Mover:
         tier.receive(chunk._rest, target.nbytes)
         chunk._shard, chunk._rest = target, tier
         chunk._page_out()
-
-
-def _event_after(*tensors: Tensor) -> torch.Event | None:
-    """Return an event behind the copies between tensors that were started, or None where they are over."""
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            event = torch.Event(tensor.device.type)
-            event.record()
-            return event
-    return None

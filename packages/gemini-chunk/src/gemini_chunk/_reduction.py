@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
@@ -52,6 +52,10 @@ class Reduction:
     for earlier (a second backward before the step, an evaluation), the gradient moves to memory of its own and the
     working shard is cast from the master weights again.
 
+    [Note: The gradient on its way]
+    To a shard that rests off the compute device the reduced gradient is copied in the background. Until it has landed
+    `result` is its place and not yet its value, and the memory it comes from is not lent again.
+
     Attributes:
         result: the reduced gradient, shape ``(shard_numel,)``, or None.
     """
@@ -67,11 +71,18 @@ class Reduction:
         self._running: Handle | None = None
         self._target: Tensor | None = None
         self._starts = 0
+        self._carrying: Handle | None = None
+        self._give_back: Callable[[], None] | None = None
 
     @property
     def is_filling(self) -> bool:
         """Whether gradients of this rank wait for a reduction that has not started."""
         return self._buffer is not None and self._running is None
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether the gradient has the place of the parameters, or may be about to take it."""
+        return self._running is not None or (self.result is not None and self.result is self._chunk._shard)
 
     def take(self, gradients: Iterable[tuple[TensorInfo, Tensor]], pool: BufferPool) -> bool:
         """See `Chunk.take_gradients`."""
@@ -125,11 +136,7 @@ class Reduction:
         if travelling.numel() > chunk.used_numel:
             travelling[chunk.used_numel :] = 0
         if chunk.world_size == 1:  # the gradient of a single rank is reduced already
-            if self._settle(travelling) or not chunk.shard_numel:
-                self._return_buffer()
-            else:
-                self._buffer, self._parts = None, {}
-            self._finish_states()
+            self._settle_alone(buffer, travelling)
             return Done()
         self._target = self._choose_target(pool)
         self._starts += 1
@@ -141,6 +148,22 @@ class Reduction:
             self._fail(error)
         number = self._starts
         return Waiting(lambda: self.wait() if self._starts == number else None)
+
+    def _settle_alone(self, buffer: Tensor, reduced: Tensor) -> None:
+        self.land()
+        pool, self._buffer = self._pool, None
+        assert pool is not None, "it has lent the buffer"
+        try:
+            is_kept = self._settle(reduced, lambda: self._give_back_buffer(buffer, pool))
+        except TierFullError:
+            self._buffer = buffer
+            raise
+        except ChunkError:
+            self._finish_states()
+            raise
+        if is_kept and not reduced.numel():
+            self._give_back_buffer(buffer, pool)
+        self._finish_states()
 
     def _choose_target(self, pool: BufferPool) -> Tensor:
         """Return what to reduce into: the shard itself where it lies on the compute device and may be replaced."""
@@ -171,6 +194,7 @@ class Reduction:
         """See `Chunk.wait_reduce`."""
         if self._running is None:
             return
+        self.land()
         chunk, target = self._chunk, self._target
         assert target is not None
         try:
@@ -182,8 +206,13 @@ class Reduction:
         if target is chunk._shard:
             self.result, self._result_tier = target, None
             chunk._rest.receive(chunk._device, target.nbytes)
-        elif self._settle(target):
-            chunk._device.free(target)
+        else:
+            try:
+                self._settle(target, lambda: chunk._device.free(target))
+            except ChunkError:
+                self._running = self._target = None
+                self._finish_states()
+                raise
         self._running = self._target = None
         self._finish_states()
 
@@ -197,38 +226,89 @@ class Reduction:
         raise ChunkError(f"Reducing {chunk.name} failed on rank {chunk._collectives.rank}: {error}") from error
 
     def _finish_states(self) -> None:
+        self._parts = {}
         self._num_ready = 0
         settle_states(self._chunk.tensors, visible=self._chunk.is_gathered)
 
-    def _settle(self, reduced: Tensor) -> bool:
+    def _settle(self, reduced: Tensor, give_back: Callable[[], None]) -> bool:
         """Carry a reduced gradient from the compute device to where it waits for the optimizer.
 
+        Args:
+            reduced: the gradient.
+            give_back: is called when nobody reads the memory of ``reduced`` any more.
+
         Returns:
-            Whether the memory of ``reduced`` is free again; otherwise it is the gradient now.
+            Whether that memory is the gradient now, and is not given back.
 
         Raises:
             TierFullError: the tier where the chunk rests has no room; ``reduced`` is as it was.
+            ChunkError: copying failed at once; the gradient is dropped.
         """
         chunk = self._chunk
         self.give_place_back()
-        if self.result is not None:
-            self.result.add_(reduced.to(self.result.device))
-        elif self._may_replace:
-            self.result, self._result_tier = self._replaceable_shard().copy_(reduced), None
-        elif chunk._rest is chunk._device and not chunk.accumulates:
+        if self.result is None and not self._may_replace and chunk._rest is chunk._device and not chunk.accumulates:
             self.result, self._result_tier = reduced, chunk._device
-            return False
-        else:
-            self._take_own_memory(reduced)
+            return True
+        adds = self.result is not None
+        if self._may_replace:
+            self.result, self._result_tier = self._replaceable_shard(), None
+        elif self.result is None:
+            self.result, self._result_tier = self._own_memory(), chunk._rest
         chunk._rest.receive(chunk._device, reduced.nbytes)
-        self._page_out()
-        return True
+        self._give_back = give_back
+        try:
+            self._carrying = self._carry(self.result, reduced, adds=adds)
+        except Exception as error:
+            self._lose(error)
+        if isinstance(self._carrying, Done):
+            self.land()
+        return False
 
-    def _take_own_memory(self, value: Tensor) -> None:
-        """Give the gradient memory of its own, in fp32: 16 bits would lose the small terms of a sum of backwards."""
+    def _carry(self, result: Tensor, reduced: Tensor, *, adds: bool) -> Handle:
+        """Start to copy, or add, to where the gradient waits."""
+        if not adds and self._chunk._rest is not self._chunk._device:
+            return self._chunk._rest.incoming.start(result, reduced)
+        if adds:
+            result.add_(reduced.to(result.device))
+        else:
+            result.copy_(reduced)
+        return Done()
+
+    def land(self) -> None:
+        """Wait until the reduced gradient is where it waits for the optimizer. [Note: The gradient on its way].
+
+        Raises:
+            ChunkError: copying failed; the gradient is dropped.
+        """
+        if self._carrying is None:
+            return
+        try:
+            self._carrying.wait()
+        except Exception as error:
+            self._lose(error)
+        self._arrive()
+        self._page_out()
+
+    def _arrive(self) -> None:
+        give_back, self._carrying, self._give_back = self._give_back, None, None
+        if give_back is not None:
+            give_back()
+
+    def _lose(self, error: Exception) -> NoReturn:
         chunk = self._chunk
-        memory = chunk._rest.allocate(chunk.shard_numel, chunk.master_dtype, f"{chunk.name} gradient")
-        self.result, self._result_tier = memory.copy_(value), chunk._rest
+        self._arrive()
+        if self.result is chunk._shard:
+            self._restore_shard()
+        self.drop()
+        chunk._show_again()
+        raise ChunkError(
+            f"Carrying the gradient of {chunk.name} to the {chunk._rest.name} tier failed: {error}"
+        ) from error
+
+    def _own_memory(self) -> Tensor:
+        """Return memory of the gradient's own, in fp32: 16 bits would lose the small terms of a sum of backwards."""
+        chunk = self._chunk
+        return chunk._rest.allocate(chunk.shard_numel, chunk.master_dtype, f"{chunk.name} gradient")
 
     def _page_out(self) -> None:
         if self.result is not None:
@@ -242,7 +322,8 @@ class Reduction:
         """
         chunk = self._chunk
         if self.result is not None and self.result is chunk._shard:
-            self._take_own_memory(chunk._shard)
+            self.land()
+            self.result, self._result_tier = self._own_memory().copy_(chunk._shard), chunk._rest
             self._restore_shard()
             self._page_out()
 
@@ -256,10 +337,13 @@ class Reduction:
         buffer, self._buffer = self._buffer, None
         self._parts = {}
         if buffer is not None:
-            assert self._pool is not None
-            if self._chunk._device.poisons:
-                fill_with_poison(buffer)
-            self._pool.give_back(buffer)
+            assert self._pool is not None, "it has lent the buffer"
+            self._give_back_buffer(buffer, self._pool)
+
+    def _give_back_buffer(self, buffer: Tensor, pool: BufferPool) -> None:
+        if self._chunk._device.poisons:
+            fill_with_poison(buffer)
+        pool.give_back(buffer)
 
     def _forget_target(self) -> None:
         target, self._target = self._target, None
@@ -274,12 +358,14 @@ class Reduction:
         if self.is_filling:
             self._return_buffer()
             self._finish_states()
+        self._land_anyhow()
         if self.result is not None and self.result is self._chunk._shard:
             self._restore_shard()
         self.drop()
 
     def drop(self) -> None:
         """Forget the reduced gradient."""
+        self._land_anyhow()
         if self.result is not None and self._result_tier is not None:
             self._result_tier.free(self.result)
         self.result = self._result_tier = None
@@ -290,6 +376,11 @@ class Reduction:
             with contextlib.suppress(Exception):  # it was, or will be, reported where it is waited for
                 self._running.wait()
         self._running = None
+        self._land_anyhow()
         self._forget_target()
         self._return_buffer()
         self._num_ready = 0
+
+    def _land_anyhow(self) -> None:
+        with contextlib.suppress(ChunkError):  # a gradient that is about to be forgotten may be lost
+            self.land()

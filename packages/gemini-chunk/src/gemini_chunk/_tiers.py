@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gemini_chunk._copying import BackgroundCopier, Copier
 from gemini_chunk._errors import TierFullError
 
 TierName = Literal["device", "host", "disk"]
@@ -22,6 +23,8 @@ _HOLDERS_NAMED = 3
 
 # Below this, a mapping's last page would be a noticeable part of it, and the process's own allocator serves.
 _SMALLEST_MAPPING = 1 << 18
+
+_SMALLEST_BACKGROUND_COPY = 1 << 18
 
 
 class Tier:
@@ -38,6 +41,9 @@ class Tier:
         peak: largest value of ``used`` so far, or since `reset_peak`.
         received: bytes that came from other tiers so far, by name of the tier.
         poisons: fill memory with NaN when it is allocated and before it is freed; set in debug mode.
+        incoming: copies into this tier from others; of the tier that computes it does nothing, for the others' copiers
+            do all that goes there or comes from there.
+        outgoing: copies from this tier to the one that computes.
     """
 
     def __init__(
@@ -54,6 +60,10 @@ class Tier:
         self.peak = 0
         self.received: dict[TierName, int] = {}
         self.poisons = False
+        # A disk may take its time for a single page.
+        smallest_bytes = 0 if name == "disk" else _SMALLEST_BACKGROUND_COPY
+        self.incoming: Copier = BackgroundCopier(smallest_bytes=smallest_bytes)
+        self.outgoing: Copier = BackgroundCopier(smallest_bytes=smallest_bytes)
         self._holders: dict[str, int] = {}
         self._allocated: dict[int, tuple[str, int]] = {}
         self._mappings = mappings

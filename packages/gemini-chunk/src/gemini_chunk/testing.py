@@ -1,11 +1,13 @@
-"""Collectives that are late, that fail, or that count: for tests of code that uses chunks.
+"""Collectives and copiers that are late, that fail, or that count: for tests of code that uses chunks.
 
-Each wraps other collectives, so they can be combined, over one rank or many:
-``ChunkManager(collectives=CountingCollectives(LocalCollectives()))``.
+Each of the collectives wraps others, so they can be combined, over one rank or many:
+``ChunkManager(collectives=CountingCollectives(LocalCollectives()))``. A copier takes the place of one of a tier's:
+``manager.tier("host").outgoing = LateCopier()``.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,9 +17,19 @@ import torch
 from torch import Tensor
 
 from gemini_chunk._collectives import Collectives, Handle, Waiting
+from gemini_chunk._copying import BackgroundCopier
 from gemini_chunk._tiers import fill_with_poison
 
-__all__ = ["Call", "CountingCollectives", "DelayedCollectives", "FailingCollectives", "Operation"]
+__all__ = [
+    "Call",
+    "CountingCollectives",
+    "DelayedCollectives",
+    "FailingCollectives",
+    "FailingCopier",
+    "LateCopier",
+    "Operation",
+    "SlowCopier",
+]
 
 Operation = Literal["all_gather", "reduce_scatter", "broadcast"]
 
@@ -180,6 +192,106 @@ class DelayedCollectives(_Wrapper):
             start().wait()
 
         return Waiting(finish)
+
+
+class LateCopier:
+    """Copies when somebody waits, and not before: what is read or written too early shows.
+
+    Until then the target is full of NaN. What must not happen to either end in between is an error in ``wait``, and
+    stays in ``faults`` for callers that swallow it.
+
+    Args:
+        on_start: is called with the source of each copy when it starts.
+
+    Attributes:
+        faults: what went wrong.
+        open: copies that nobody has waited for.
+        started: copies so far.
+    """
+
+    def __init__(self, on_start: Callable[[Tensor], None] | None = None) -> None:
+        self._on_start = on_start
+        self.faults: list[str] = []
+        self.open = 0
+        self.started = 0
+
+    def start(self, target: Tensor, source: Tensor) -> Handle:
+        """See `gemini_chunk.Copier`."""
+        if self._on_start is not None:
+            self._on_start(source)
+        watched = Watched("copy", target, source)
+        self.open += 1
+        self.started += 1
+        done = False
+
+        @torch.no_grad()
+        def finish() -> None:
+            nonlocal done
+            if done:
+                return
+            done = True
+            self.open -= 1
+            fault = watched.fault()
+            if fault is not None:
+                self.faults.append(fault)
+                raise AssertionError(fault)
+            target.copy_(source)
+
+        return Waiting(finish)
+
+
+class FailingCopier:
+    """Raises ``RuntimeError`` in chosen copies, when they are started or waited for, and leaves NaN in their targets.
+
+    Args:
+        at: which copies fail, by number from 0 in the order in which they start.
+        when: whether starting raises, or waiting.
+
+    Attributes:
+        at: which copies fail; it may be changed.
+        started: copies so far.
+    """
+
+    def __init__(self, at: Collection[int], *, when: Literal["start", "wait"] = "wait") -> None:
+        self.at: Collection[int] = at
+        self.started = 0
+        self._when = when
+        self._inner = BackgroundCopier()
+
+    def start(self, target: Tensor, source: Tensor) -> Handle:
+        """See `gemini_chunk.Copier`."""
+        self.started += 1
+        if self.started - 1 not in self.at:
+            return self._inner.start(target, source)
+        if self._when == "start":
+            self._fail(source)
+        fill_with_poison(target)
+        return Waiting(lambda: self._fail(source))
+
+    def _fail(self, source: Tensor) -> None:
+        raise RuntimeError(f"a copy of {source.numel()} elements was told to fail")
+
+
+class SlowCopier(BackgroundCopier):
+    """Takes a given time for each copy, in the background: a link whose speed is known.
+
+    Args:
+        copy_s: seconds for each copy.
+
+    Attributes:
+        copies: how many are over.
+    """
+
+    def __init__(self, copy_s: float) -> None:
+        super().__init__()
+        self.copies = 0
+        self._copy_s = copy_s
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy, and take the time."""
+        time.sleep(self._copy_s)
+        super().copy(target, source)
+        self.copies += 1
 
 
 class Watched:

@@ -14,9 +14,9 @@ from gemini_ddp._errors import ZeroDDPError
 from gemini_ddp._gradients import Gradients, any_of, chosen, length, to_numbers
 from gemini_ddp._ranks import Ranks
 from gemini_ddp._recording import Recorded, make_trace
-from gemini_ddp._schedule import Schedule
+from gemini_ddp._schedule import RecordedTrace, Schedule, plan_text
 from gemini_ddp._scopes import Scope
-from gemini_ddp.interfaces import ChunkStore, Phase, Planner
+from gemini_ddp.interfaces import ChunkStore, Phase, Plan, Planner
 
 ChunkT = TypeVar("ChunkT", bound=Hashable)
 
@@ -231,11 +231,34 @@ class Course(Generic[ChunkT]):
                 self._prepare_for_other_losses(run.recording)
             keys = [recorded.key for recorded in run.recording]
             trace = make_trace(run.recording, self._needs, late, alone=self._ranks.world_size == 1)
-            plan = None if self._planner is None else self._planner.schedule(trace)
+            plan = None if self._planner is None else self._plan(self._planner, trace)
             due = [tuple(chunk for chunk in recorded.due if chunk not in late) for recorded in run.recording]
             ended = [recorded.ended for recorded in run.recording]
             self._schedules[run.mode] = Schedule(keys, trace, plan, due, ended)
         self._run, self._suspended = self._suspended or _Run(None), None
+
+    def _plan(self, planner: Planner[ChunkT], trace: RecordedTrace[ChunkT]) -> Plan[ChunkT]:
+        """Return a plan that is the same on every rank.
+
+        Raises:
+            ZeroDDPError: the ranks' plans differ; on every rank.
+        """
+        try:
+            plan = planner.schedule(trace)
+        except Exception:
+            self._same_on_all("no plan")  # the others must hear of it before they gather by theirs
+            raise
+        if not self._same_on_all(plan_text(trace, plan)):
+            raise ZeroDDPError(
+                "The ranks' plans for this model differ, or one rank could not make its plan. A plan may depend on "
+                "the trace and on what is the same on every rank, such as settings and capacities, only."
+            )
+        return plan
+
+    def _same_on_all(self, text: str) -> bool:
+        """Whether every rank has the same text; all ranks ask together."""
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        return len({numbers[0] for numbers in self._ranks.exchange([digest])}) == 1
 
     def _prepare_for_other_losses(self, recording: list[Recorded[ChunkT]]) -> None:
         """Let the plan hold for backwards from other results of the same modules, which some ranks may come to have.
@@ -265,8 +288,7 @@ class Course(Generic[ChunkT]):
             if scope.is_simple and scope.num_calls == 1 and place + 1 < len(recording):
                 recording[place + 1].ended += (scope,)  # others may read a parameter until the end, for all we know
         names = [(scope.index, phase) for scope, phase in (recorded.key for recorded in recording)]
-        digest = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7])
-        if len({numbers[0] for numbers in self._ranks.exchange([digest])}) > 1:
+        if not self._same_on_all(repr(names)):
             raise ZeroDDPError(
                 "The first step called the same modules on every rank, but their results need gradients on some ranks "
                 "only, so that the ranks cannot agree on a plan. Let every rank compute with gradients alike."
@@ -348,7 +370,7 @@ class Course(Generic[ChunkT]):
             if chunk in idle:
                 self._store.release(chunk)
                 del idle[chunk]
-        self._start_gathers(chunks, schedule.prefetch)
+        self._start_gathers(chunks, schedule.prefetch, schedule.fetch)
 
     def _end(self, scopes: Iterable[Scope]) -> None:
         """End the uses of scopes as it would have been done before this entry, by what the plan keeps there."""
@@ -387,16 +409,18 @@ class Course(Generic[ChunkT]):
             if schedule is None or not schedule.keeps(chunk):
                 self._store.release(chunk)
                 del self._idle[chunk]
-        self._start_gathers(chunks, ())
+        self._start_gathers(chunks)
 
     @property
     def _holds(self) -> bool:
         """Whether what a pass without gradients has gathered stays, as far as there is room."""
         return not self._scatters and self._run.mode is not None and not self._run.mode[1]
 
-    def _start_gathers(self, chunks: tuple[ChunkT, ...], prefetch: tuple[ChunkT, ...]) -> None:
+    def _start_gathers(
+        self, chunks: tuple[ChunkT, ...], prefetch: tuple[ChunkT, ...] = (), fetch: tuple[ChunkT, ...] = ()
+    ) -> None:
         if not self._store.has_room(chunks + prefetch if prefetch else chunks):
-            prefetch = ()
+            prefetch = fetch = ()
             self._make_room(chunks)
         for chunk in chunks:
             self._store.start_gather(chunk)
@@ -404,6 +428,8 @@ class Course(Generic[ChunkT]):
         for chunk in prefetch:
             self._store.start_gather(chunk)
             self._idle.setdefault(chunk)
+        for chunk in fetch:
+            self._store.start_fetch(chunk)
 
     def _make_room(self, chunks: tuple[ChunkT, ...]) -> None:
         """Give back what is gathered ahead of its use, and then what recompute holds for the backward that follows.

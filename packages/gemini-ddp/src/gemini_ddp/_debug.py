@@ -44,6 +44,11 @@ class LoggedStore(Generic[ChunkT]):
     def _log(self, what: str) -> None:
         logger.info("rank %d, %s: %s", self._rank, self._place(), what)
 
+    def start_fetch(self, chunk: ChunkT) -> object:
+        """Log and pass on."""
+        self._log(f"fetch {chunk}")
+        return self._store.start_fetch(chunk)
+
     def start_gather(self, chunk: ChunkT) -> object:
         """Log and pass on."""
         self._log(f"gather {chunk}")

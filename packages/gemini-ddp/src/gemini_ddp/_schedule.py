@@ -31,6 +31,17 @@ class RecordedTrace(Generic[ChunkT]):
     accesses: tuple[RecordedAccess[ChunkT], ...]
 
 
+def plan_text(trace: RecordedTrace[ChunkT], plan: Plan[ChunkT]) -> str:
+    """Return what a plan does in words that ranks can compare: chunks are numbered in the order of the trace."""
+    numbers = {chunk: number for number, chunk in enumerate(dict.fromkeys(c for a in trace.accesses for c in a.chunks))}
+    return repr(
+        [
+            [[numbers.get(chunk, -1) for chunk in part] for part in (step.prefetch, step.fetch, step.release)]
+            for step in plan.steps
+        ]
+    )
+
+
 class Schedule(Generic[KeyT, ChunkT]):
     """A plan and the position in it.
 
@@ -68,15 +79,17 @@ class Schedule(Generic[KeyT, ChunkT]):
         for index, key in enumerate(keys):
             self._places.setdefault(key, []).append(index)
         self._prefetch: list[tuple[ChunkT, ...]] = [()] * len(self._keys)
+        self._fetch: list[tuple[ChunkT, ...]] = [()] * len(self._keys)
         self._drops: list[tuple[ChunkT, ...]] = [()] * len(self._keys)
         self._resident: list[frozenset[ChunkT]] = [frozenset()] * len(self._keys)
         self._is_quiet = [False] * len(self._keys)
         if plan is not None:
             self._prefetch = [tuple(step.prefetch) for step in plan.steps]
+            self._fetch = [tuple(step.fetch) for step in plan.steps]
             resident: set[ChunkT] = set()
             for index, (access, step) in enumerate(zip(trace.accesses, plan.steps, strict=True)):
                 self._is_quiet[index] = resident.issuperset(access.chunks) and not (
-                    step.prefetch or self._due[index] or self._ended[index]
+                    step.prefetch or step.fetch or self._due[index] or self._ended[index]
                 )
                 kept = (resident | {*access.chunks, *step.prefetch}) - {*step.release}
                 self._drops[index] = tuple(chunk for chunk in resident if chunk not in kept | {*access.chunks})
@@ -134,6 +147,11 @@ class Schedule(Generic[KeyT, ChunkT]):
     def prefetch(self) -> tuple[ChunkT, ...]:
         """What to gather ahead at the current position."""
         return self._prefetch[self._cursor] if self._on_course else ()
+
+    @property
+    def fetch(self) -> tuple[ChunkT, ...]:
+        """What to fetch ahead of its gather at the current position."""
+        return self._fetch[self._cursor] if self._on_course else ()
 
     @property
     def drops(self) -> tuple[ChunkT, ...]:

@@ -30,6 +30,12 @@ class ChunkStore(Protocol[ChunkT]):
     def has_room(self, chunks: Iterable[ChunkT]) -> bool:
         """Whether all of these chunks can be gathered now; the same on every rank."""
 
+    def start_fetch(self, chunk: ChunkT) -> object:
+        """Start to bring this rank's part of a chunk from where it rests, so that a later gather finds it at hand.
+
+        Only a hint, without the other ranks: what it brings may be given back, and `has_room` does not depend on it.
+        """
+
     def start_gather(self, chunk: ChunkT) -> object:
         """Start to make a chunk valid; does nothing for one that is, or is on its way."""
 
@@ -121,6 +127,10 @@ class Step(Protocol[ChunkT_co]):
     @property
     def prefetch(self) -> Sequence[ChunkT_co]:
         """Chunks to start gathering when the access begins, after its own."""
+
+    @property
+    def fetch(self) -> Sequence[ChunkT_co]:
+        """Chunks to start fetching then, for a gather that starts later; nobody waits for that."""
 
     @property
     def release(self) -> Sequence[ChunkT_co]:

@@ -95,6 +95,9 @@ class PlainStore:
             return True
         return len({chunk for chunk in self.chunks if chunk.is_gathered} | {*chunks}) <= self._max_gathered
 
+    def start_fetch(self, chunk: PlainChunk) -> None:
+        """Do nothing: no part of a chunk rests elsewhere."""
+
     def start_gather(self, chunk: PlainChunk) -> None:
         """Make a chunk valid; raise RuntimeError where the limit is reached."""
         if not chunk.is_gathered:
@@ -316,6 +319,28 @@ class ChunkStoreContract(ABC, Generic[ChunkT]):
         for _ in range(3):
             for param, value in zip(params, values, strict=True):
                 store.begin_use([param])
+                assert torch.equal(param, value)
+                store.end_use([param], in_backward=False)
+                store.release(store.chunk_of(param))
+
+    def test_a_fetch_shows_nowhere_but_in_time(self) -> None:
+        """Alone or repeated, before a gather, a release, a rest or a reset, on one rank and not on others."""
+        params, values, store = self._new()
+        chunks = list(dict.fromkeys(map(store.chunk_of, params)))
+
+        def release() -> None:
+            for chunk in chunks:
+                store.release(chunk)
+
+        for give_back in (None, release, store.rest, store.reset):
+            for chunk in chunks if self.rank == 0 else chunks[1:]:
+                store.start_fetch(chunk)
+                store.start_fetch(chunk)
+            if give_back is not None:
+                give_back()
+            for param, value in zip(params, values, strict=True):
+                store.begin_use([param])
+                store.start_fetch(store.chunk_of(param))
                 assert torch.equal(param, value)
                 store.end_use([param], in_backward=False)
                 store.release(store.chunk_of(param))

@@ -84,7 +84,10 @@ class OptimShard(Protocol):
         """
 
     def commit(self) -> None:
-        """Cast the changed master weights into the working parameters, and drop the gradient if there is one."""
+        """Cast the changed master weights into the working parameters, and drop the gradient if there is one.
+
+        The cast may be under way when this returns: whatever reads or changes either of them next waits for it.
+        """
 
     def discard(self) -> None:
         """Drop the gradient; master weights and working parameters stay as they were."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gemini_placement._fitting import Fitting, Problem, find_any, improve
 from gemini_placement._placement import (
     TIERS,
+    Ahead,
     ChunkPlacement,
     Placement,
     PlacementError,
     check_arguments,
+    check_depth,
     check_fraction,
-    check_prefetch,
     fits,
-    lacking_tiers,
     needed_bytes,
 )
 from gemini_placement._plan import Plan, plan_steps
@@ -38,18 +38,21 @@ class AutoPlacementPolicy:
         steady_cuda_cap_ratio: share of the device used at most once it has been measured; likewise.
         gpu_margin_mem_ratio: share that optimizer states may take of what parameters leave free on the device.
         max_prefetch: chunks gathered ahead of their use.
+        max_fetch: chunks fetched from host or disk ahead of their gather, beyond those.
     """
 
     warmup_non_model_data_ratio: float = 0.8
     steady_cuda_cap_ratio: float = 0.9
     gpu_margin_mem_ratio: float = 1.0
     max_prefetch: int = 0
+    max_fetch: int = 0
 
     def __post_init__(self) -> None:
         check_fraction("warmup_non_model_data_ratio", self.warmup_non_model_data_ratio)
         check_fraction("steady_cuda_cap_ratio", self.steady_cuda_cap_ratio)
         check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
-        check_prefetch(self.max_prefetch)
+        check_depth("max_prefetch", self.max_prefetch)
+        check_depth("max_fetch", self.max_fetch)
 
     def model_bytes(self, device_bytes: int, stats: MemStats | None = None) -> int:
         """Return how much of a device model states may take: what to give `place` as its capacity.
@@ -77,7 +80,7 @@ class AutoPlacementPolicy:
             ValueError: a name comes twice, or a capacity or the world size is out of range.
         """
         check_arguments(chunks, capacities, world_size)
-        choice = self._choose(Problem(chunks, capacities, world_size, self.max_prefetch))
+        choice = self._choose(self._problem(chunks, capacities, world_size))
         if choice is None:
             raise self._refusal(chunks, capacities, world_size)
         return self._placement(chunks, choice, world_size, capacities)
@@ -100,17 +103,18 @@ class AutoPlacementPolicy:
         chunks, world_size = placement.chunks, placement.world_size
         check_arguments(chunks, capacities, world_size)
         old = [placement.of(chunk) for chunk in chunks]
-        new = self._choose(Problem(chunks, capacities, world_size, self.max_prefetch, may_keep=False)) or old
+        problem = self._problem(chunks, capacities, world_size, may_keep=False)
+        new = self._choose(problem) or old
         reachable = [
             _reachable(chunk, before, after, world_size) for chunk, before, after in zip(chunks, old, new, strict=True)
         ]
         # Optimizer states move first, for parameters have their gradient in their place until it has been used.
         midway = [replace(before, optim_tier=after.optim_tier) for before, after in zip(old, reachable, strict=True)]
         choice = old
-        if all(self._fits(chunks, places, capacities) for places in (midway, reachable)):
+        if problem.allows(midway) and problem.allows(reachable):
             choice = reachable
-        elif not self._fits(chunks, old, capacities):
-            needed = needed_bytes(chunks, old, max_prefetch=self.max_prefetch)
+        elif not problem.allows(old):
+            needed = needed_bytes(chunks, old, self._ahead(world_size))
             raise PlacementError("This is where they rest.", needed=needed, available=capacities)
         return self._placement(chunks, choice, world_size, capacities)
 
@@ -126,15 +130,16 @@ class AutoPlacementPolicy:
         """
         chunks, world_size = placement.chunks, placement.world_size
         choice = [placement.of(chunk) for chunk in chunks]
+        problem = self._problem(chunks, capacities, world_size)
         for index in range(len(chunks) - 1, -1, -1):
             old = choice[index]
-            if self._fits(chunks, choice, capacities):
+            if problem.allows(choice):
                 break
             if old.param_tier != "device" or chunks[index].is_own_master or (old.keep_gathered and world_size > 1):
                 continue
             for tier in TIERS[1:]:
                 choice[index] = replace(old, keep_gathered=False, param_tier=tier)
-                needed = needed_bytes(chunks, choice, max_prefetch=self.max_prefetch)
+                needed = needed_bytes(chunks, choice, problem.ahead)
                 if tier in capacities and fits(needed[tier], capacities, tier):
                     break
             else:
@@ -152,17 +157,20 @@ class AutoPlacementPolicy:
             chunks,
             choice,
             max_prefetch=self.max_prefetch,
+            max_fetch=self.max_fetch,
             world_size=world_size,
             device_capacity=capacities["device"],
         )
 
-    def _fits(
+    def _problem(
         self,
         chunks: Sequence[ChunkFacts],
-        places: Sequence[ChunkPlacement],
         capacities: Mapping[TierName, int | None],
-    ) -> bool:
-        return not lacking_tiers(needed_bytes(chunks, places, max_prefetch=self.max_prefetch), capacities)
+        world_size: int,
+        *,
+        may_keep: bool = True,
+    ) -> Problem:
+        return Problem(chunks, capacities, world_size, self._ahead(world_size), may_keep)
 
     def _choose(self, problem: Problem) -> list[ChunkPlacement] | None:
         choice = self._first_choice(problem)
@@ -177,29 +185,44 @@ class AutoPlacementPolicy:
         Raises:
             KeyError: the trace uses a chunk that was not placed.
         """
-        return plan_steps(trace, placement, max_prefetch=self.max_prefetch, use_room=True)
+        return plan_steps(trace, placement, max_prefetch=self.max_prefetch, max_fetch=self.max_fetch, use_room=True)
+
+    def _ahead(self, world_size: int) -> Ahead:
+        return Ahead(self.max_prefetch, self.max_fetch, world_size)
+
+    def _less_ahead(self, world_size: int) -> Iterator[Ahead]:
+        """Yield lower depths, the nearest first; fetches go first, for gathers wait for other ranks as well."""
+        for fetch in range(self.max_fetch - 1, -1, -1):
+            yield Ahead(self.max_prefetch, fetch, world_size)
+        for prefetch in range(self.max_prefetch - 1, -1, -1):
+            yield Ahead(prefetch, 0, world_size)
 
     def _refusal(
         self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int
     ) -> PlacementError:
         """Say what is lacking, and the nearest settings that would fit."""
         away = [ChunkPlacement(keep_gathered=False, param_tier="host", optim_tier="host")] * len(chunks)
-        least = {
-            prefetch: needed_bytes(chunks, away, max_prefetch=prefetch) for prefetch in range(self.max_prefetch + 1)
-        }
-        needed = least[self.max_prefetch]
+        needed = needed_bytes(chunks, away, self._ahead(world_size))
         if not fits(needed["device"], capacities, "device"):
             advice = (
                 "Even with every shard away, the device must hold the full buffers in use and one gradient buffer: "
             )
-            lower = [prefetch for prefetch in least if fits(least[prefetch]["device"], capacities, "device")]
-            advice += f"max_prefetch={lower[-1]} would fit." if lower else "give it that much, or use smaller chunks."
+            lower = [
+                ahead
+                for ahead in self._less_ahead(world_size)
+                if fits(needed_bytes(chunks, away, ahead)["device"], capacities, "device")
+            ]
+            advice += (
+                f"{lower[0].advice(self._ahead(world_size))} would fit."
+                if lower
+                else "give it that much, or use smaller chunks."
+            )
             return PlacementError(advice, needed=needed, available=capacities)
         tier: TierName = "disk" if "disk" in capacities else "host"
         enough = self._least_capacity(chunks, capacities, world_size, tier)
-        choice = self._first_choice(Problem(chunks, {**capacities, tier: enough}, world_size, self.max_prefetch))
+        choice = self._first_choice(self._problem(chunks, {**capacities, tier: enough}, world_size))
         assert choice is not None  # the search has found it before
-        needed = needed_bytes(chunks, choice, max_prefetch=self.max_prefetch)
+        needed = needed_bytes(chunks, choice, self._ahead(world_size))
         return PlacementError(f"A {tier} capacity of {enough:,} bytes would fit.", needed=needed, available=capacities)
 
     def _least_capacity(
@@ -214,8 +237,7 @@ class AutoPlacementPolicy:
         high = sum(chunk.shard_bytes + chunk.optim_bytes for chunk in chunks)
         while high - low > 1:
             middle = (low + high) // 2
-            problem = Problem(chunks, {**capacities, tier: middle}, world_size, self.max_prefetch)
-            if self._first_choice(problem) is None:
+            if self._first_choice(self._problem(chunks, {**capacities, tier: middle}, world_size)) is None:
                 low = middle
             else:
                 high = middle

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gemini_placement._placement import (
+    Ahead,
     ChunkPlacement,
     fits,
-    gathered_bytes,
     gradient_bytes,
     lacking_tiers,
     needed_bytes,
-    released_buffers,
 )
 from gemini_placement._traffic import step_cost
 from gemini_placement.interfaces import ChunkFacts, TierName
@@ -37,7 +36,7 @@ class Problem:
     chunks: Sequence[ChunkFacts]
     capacities: Mapping[TierName, int | None]
     world_size: int
-    max_prefetch: int
+    ahead: Ahead
     may_keep: bool = True
 
     @property
@@ -47,7 +46,7 @@ class Problem:
 
     def allows(self, choice: Sequence[ChunkPlacement]) -> bool:
         """Whether a choice fits the capacities."""
-        return not lacking_tiers(needed_bytes(self.chunks, choice, max_prefetch=self.max_prefetch), self.capacities)
+        return not lacking_tiers(needed_bytes(self.chunks, choice, self.ahead), self.capacities)
 
 
 class Fitting:
@@ -57,7 +56,6 @@ class Fitting:
         self._problem = problem
         self._margin_frac = margin_frac
         chunks = problem.chunks
-        self._buffers = released_buffers(problem.max_prefetch)
         self._kept = [False] * len(chunks)
         self._param_tiers: list[TierName | None] = [None] * len(chunks)
         self._optim_tiers: list[TierName | None] = [None if c.optim_bytes else "device" for c in chunks]
@@ -83,8 +81,9 @@ class Fitting:
         for index, chunk in enumerate(chunks):
             # With one rank the shard is the whole chunk: resting on the device, it is gathered for good.
             keep = self._problem.world_size == 1
-            if self._take_device(chunk.full_bytes if keep else chunk.shard_bytes, index if keep else None):
-                self._param_tiers[index] = "device"
+            self._param_tiers[index] = "device"
+            if not self._take_device(chunk.full_bytes if keep else chunk.shard_bytes, index if keep else None):
+                self._param_tiers[index] = None
         margin = self._margin_bytes()
         for index, chunk in enumerate(chunks):
             if self._optim_tiers[index] is not None or (margin is not None and chunk.optim_bytes > margin):
@@ -135,12 +134,18 @@ class Fitting:
     def _working_bytes(self) -> int:
         total = found = 0
         for index in self._by_size:
-            if found == self._buffers:
+            if found == self._problem.ahead.buffers:
                 break
             if not self._kept[index]:
                 total += self._problem.chunks[index].full_bytes
                 found += 1
-        return total
+        return total + self._fetched_bytes()
+
+    def _fetched_bytes(self) -> int:
+        if not self._problem.ahead.max_fetch:
+            return 0
+        tiers = zip(self._problem.chunks, self._param_tiers, strict=True)
+        return self._problem.ahead.fetched_bytes(chunk for chunk, tier in tiers if tier != "device")
 
 
 def find_any(problem: Problem) -> list[ChunkPlacement] | None:
@@ -166,10 +171,9 @@ def find_any(problem: Problem) -> list[ChunkPlacement] | None:
         if number != len(params):
             return place(number)
         # What is kept is known now, and with it the working set.
-        working = gathered_bytes(
-            [chunk for chunk, place in zip(chunks, places, strict=True) if not place.keep_gathered],
-            problem.max_prefetch,
-        )
+        placed = list(zip(chunks, places, strict=True))
+        working = problem.ahead.gathered_bytes(chunk for chunk, place in placed if not place.keep_gathered)
+        working += problem.ahead.fetched_bytes(chunk for chunk, place in placed if place.param_tier != "device")
         left["device"] -= working
         found = left["device"] >= 0 and place(number)
         left["device"] += working

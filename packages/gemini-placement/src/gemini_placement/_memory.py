@@ -10,14 +10,20 @@ from gemini_placement.interfaces import ChunkT, TierName, Trace
 
 
 def step_peaks(
-    trace: Trace[ChunkT], placement: Placement[ChunkT], gathered: Sequence[int], early: Sequence[int]
+    trace: Trace[ChunkT],
+    placement: Placement[ChunkT],
+    starting: Sequence[int],
+    held: Sequence[int],
+    early: Sequence[int],
 ) -> Mapping[TierName, int]:
     """Return the most bytes of model states per tier during a training step, once the optimizer has made its states.
 
     Args:
         trace: the accesses of the step.
         placement: where its chunks rest.
-        gathered: bytes of full buffers, beyond those that stay gathered, when each access begins.
+        starting: the most bytes of full buffers and fetched shards, beyond chunks that stay gathered, while each access
+            begins.
+        held: those bytes once it has begun.
         early: how many of them are given back before the access's gradients come.
     """
     resting = dict(placement.resting_bytes)
@@ -27,9 +33,9 @@ def step_peaks(
     peak = memory.used
     for index, access in enumerate(trace.accesses):
         memory.reduce_all_but(access.gradients)
-        memory.make_room(gathered[index])
-        peak = max(peak, memory.used + gathered[index])
-        left = gathered[index] - early[index]
+        memory.make_room(starting[index])
+        peak = max(peak, memory.used + starting[index])
+        left = held[index] - early[index]
         for chunk in access.gradients:
             memory.take(chunk, left)
         peak = max(peak, memory.used + left)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Generic
@@ -59,6 +59,7 @@ class Placement(Generic[ChunkT]):
         placements: Sequence[ChunkPlacement],
         *,
         max_prefetch: int = 0,
+        max_fetch: int = 0,
         world_size: int = 1,
         device_capacity: int | None = None,
     ) -> None:
@@ -68,6 +69,7 @@ class Placement(Generic[ChunkT]):
             chunks: distinct chunks with distinct names.
             placements: as many.
             max_prefetch: chunks gathered ahead of their use, for counting the working set.
+            max_fetch: chunks fetched ahead of their gather, likewise.
             world_size: ranks that share the chunks.
             device_capacity: bytes for model states on the device; None without a limit.
 
@@ -81,7 +83,9 @@ class Placement(Generic[ChunkT]):
             if place.keep_gathered and place.param_tier != "device":
                 raise ValueError(f"{chunk.name} cannot stay gathered and rest on {place.param_tier}.")
         self._places = MappingProxyType(dict(zip(chunks, placements, strict=True)))
-        self._needed = needed_bytes(chunks, placements, max_prefetch=max_prefetch)
+        ahead = Ahead(max_prefetch, max_fetch, world_size)
+        self._needed = needed_bytes(chunks, placements, ahead)
+        self.fetched_bytes = ahead.fetched_bytes(_away(chunks, placements))
         self._resting = resting_bytes(chunks, placements)
         self.device_capacity = device_capacity
         self.world_size = world_size
@@ -151,13 +155,63 @@ def has_master(chunk: ChunkFacts, place: ChunkPlacement) -> bool:
     return chunk.optim_bytes > 0 and not (chunk.is_own_master and place.param_tier == place.optim_tier)
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How far a policy goes ahead of the use of chunks, and what that takes of the device.
+
+    Attributes:
+        max_prefetch: chunks gathered ahead of their use.
+        max_fetch: chunks fetched ahead of their gather.
+        world_size: ranks that share the chunks.
+    """
+
+    max_prefetch: int
+    max_fetch: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        check_depth("max_prefetch", self.max_prefetch)
+        check_depth("max_fetch", self.max_fetch)
+
+    @property
+    def buffers(self) -> int:
+        """How many released chunks must have room at a time.
+
+        One is in use. A second one is for a module whose parameters lie in two, or for what is held over a short gap; a
+        third one for recompute that starts while backward still uses another. Then come those ahead of their use.
+        """
+        return 3 + self.max_prefetch
+
+    def gathered_bytes(self, released: Iterable[ChunkFacts]) -> int:
+        """Return the most that full buffers of released chunks take: as many `buffers` of the largest."""
+        return sum(sorted((chunk.full_bytes for chunk in released), reverse=True)[: self.buffers])
+
+    def advice(self, asked: Ahead) -> str:
+        """Return the settings of these depths, in the place of those that were asked for."""
+        return f"max_prefetch={self.max_prefetch}" + (f", max_fetch={self.max_fetch}" if asked.max_fetch else "")
+
+    def fetched_bytes(self, away: Iterable[ChunkFacts]) -> int:
+        """Return the most that fetched chunks take, of those that rest off the device."""
+        return sum(sorted((fetch_bytes(chunk, self.world_size) for chunk in away), reverse=True)[: self.max_fetch])
+
+
+def fetch_bytes(chunk: ChunkFacts, world_size: int) -> int:
+    """Return what a fetched chunk takes of the device: a single rank fetches straight into the full buffer."""
+    return chunk.full_bytes if world_size == 1 else chunk.shard_bytes
+
+
+def _away(chunks: Sequence[ChunkFacts], placements: Sequence[ChunkPlacement]) -> list[ChunkFacts]:
+    return [chunk for chunk, place in zip(chunks, placements, strict=True) if place.param_tier != "device"]
+
+
 def needed_bytes(
-    chunks: Sequence[ChunkFacts], placements: Sequence[ChunkPlacement], *, max_prefetch: int
+    chunks: Sequence[ChunkFacts], placements: Sequence[ChunkPlacement], ahead: Ahead
 ) -> dict[TierName, int]:
     """Count the bytes that a placement takes per tier, the device's working set included."""
     needed = resting_bytes(chunks, placements)
     released = [chunk for chunk, place in zip(chunks, placements, strict=True) if not place.keep_gathered]
-    needed["device"] += gathered_bytes(released, max_prefetch) + gradient_bytes(chunks)
+    needed["device"] += ahead.gathered_bytes(released) + ahead.fetched_bytes(_away(chunks, placements))
+    needed["device"] += gradient_bytes(chunks)
     return needed
 
 
@@ -169,21 +223,6 @@ def resting_bytes(chunks: Sequence[ChunkFacts], placements: Sequence[ChunkPlacem
         resting[place.param_tier] += chunk.full_bytes if place.keep_gathered else chunk.shard_bytes
         resting[place.optim_tier] += chunk.optim_bytes
     return resting
-
-
-def gathered_bytes(released: Sequence[ChunkFacts], max_prefetch: int) -> int:
-    """Return the most that full buffers of released chunks take: `released_buffers` of the largest."""
-    largest = sorted((chunk.full_bytes for chunk in released), reverse=True)
-    return sum(largest[: released_buffers(max_prefetch)])
-
-
-def released_buffers(max_prefetch: int) -> int:
-    """Return how many released chunks must have room at a time.
-
-    One is in use. A second one is for a module whose parameters lie in two, or for what is held over a short gap; a
-    third one for recompute that starts while backward still uses another. Then come those ahead of their use.
-    """
-    return 3 + max_prefetch
 
 
 def gradient_bytes(chunks: Sequence[ChunkFacts]) -> int:
@@ -230,12 +269,12 @@ def check_distinct(chunks: Sequence[ChunkFacts]) -> None:
         seen.add(chunk.name)
 
 
-def check_prefetch(max_prefetch: int) -> None:
-    """Raise TypeError or ValueError unless ``max_prefetch`` is a number of chunks."""
-    if isinstance(max_prefetch, bool) or not isinstance(max_prefetch, int):
-        raise TypeError(f"max_prefetch must be an int, a number of chunks; got {max_prefetch!r}.")
-    if max_prefetch < 0:
-        raise ValueError(f"max_prefetch must not be negative, got {max_prefetch}.")
+def check_depth(name: str, depth: object) -> None:
+    """Raise TypeError or ValueError unless ``depth`` is a number of chunks."""
+    if isinstance(depth, bool) or not isinstance(depth, int):
+        raise TypeError(f"{name} must be an int, a number of chunks; got {depth!r}.")
+    if depth < 0:
+        raise ValueError(f"{name} must not be negative, got {depth}.")
 
 
 def check_fraction(name: str, value: object) -> None:

@@ -6,13 +6,13 @@ import hashlib
 import heapq
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
 from gemini_placement._holding import hold_in_room, hold_over_short_gaps
 from gemini_placement._memory import step_peaks
-from gemini_placement._placement import TIERS, Placement
+from gemini_placement._placement import TIERS, Placement, fetch_bytes
 from gemini_placement._traffic import cost, gather_traffic, gradient_traffic, update_traffic
 from gemini_placement.interfaces import ChunkT, TierName, Trace
 
@@ -24,11 +24,14 @@ class PlanStep(Generic[ChunkT]):
     Attributes:
         chunks: gather these, or wait for them where a prefetch has started them, before the access.
         prefetch: then start gathering these; nothing waits for them yet.
+        fetch: then start bringing this rank's shard of these to the device, for a gather that starts later; no other
+            rank takes part. They rest off the device.
         release: release these when the access is over.
     """
 
     chunks: tuple[ChunkT, ...]
     prefetch: tuple[ChunkT, ...]
+    fetch: tuple[ChunkT, ...]
     release: tuple[ChunkT, ...]
 
 
@@ -39,7 +42,8 @@ class Plan(Generic[ChunkT]):
     Attributes:
         steps: one for each access of the trace.
         gathers: how many gathers a step takes, the first of each kept chunk included.
-        peak_gathered_bytes: the most bytes that full buffers take at a time, prefetched and kept ones included.
+        peak_gathered_bytes: the most bytes that full buffers take at a time, prefetched and kept ones included, and
+            what is fetched for later ones.
         peak_bytes: the most bytes of model states per tier, once the optimizer has made its states.
         traffic: bytes that a training step moves, by link: ``"host->device"`` and the like between tiers, and
             ``"ranks"`` for what this rank sends in collectives. Gathers, reductions and the optimizer's step are in it;
@@ -56,7 +60,7 @@ class Plan(Generic[ChunkT]):
     def digest(self) -> str:
         """64 hexadecimal digits, equal for equal plans over chunks with equal names."""
         content = [
-            [[chunk.name for chunk in part] for part in (step.chunks, step.prefetch, step.release)]
+            [[chunk.name for chunk in part] for part in (step.chunks, step.prefetch, step.fetch, step.release)]
             for step in self.steps
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -67,12 +71,12 @@ class Plan(Generic[ChunkT]):
         def names(chunks: tuple[ChunkT, ...]) -> str:
             return ", ".join(chunk.name for chunk in chunks) or "-"
 
-        rows = [("access", "use", "prefetch", "release")]
+        rows = [("access", "use", "prefetch", "fetch", "release")]
         rows += [
-            (str(index), names(step.chunks), names(step.prefetch), names(step.release))
+            (str(index), names(step.chunks), names(step.prefetch), names(step.fetch), names(step.release))
             for index, step in enumerate(self.steps)
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             f"{len(self.steps)} accesses, {self.gathers} gathers, at most "
             f"{self.peak_gathered_bytes:,} bytes gathered; digest {self.digest[:16]}",
@@ -82,24 +86,31 @@ class Plan(Generic[ChunkT]):
             "",
         ]
         lines += [
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
         ]
         return "\n".join(lines)
 
 
 def plan_steps(
-    trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefetch: int, use_room: bool = False
+    trace: Trace[ChunkT],
+    placement: Placement[ChunkT],
+    *,
+    max_prefetch: int,
+    max_fetch: int = 0,
+    use_room: bool = False,
 ) -> Plan[ChunkT]:
-    """Plan gathers and releases for a trace.
+    """Plan fetches, gathers and releases for a trace.
 
     A step starts with no chunk gathered but valid kept ones, and ends so. Between accesses stays what the next one
     uses, what is held for a later use, and what is ahead of its use: at most ``max_prefetch`` chunks, the soonest
-    used first. A chunk that would be started at the next access is kept rather than released.
+    used first. A chunk that would be started at the next access is kept rather than released. Beyond those, of the
+    chunks that rest off the device the soonest used are fetched, at most ``max_fetch`` at a time.
 
     Args:
         trace: the accesses of a step.
         placement: where its chunks rest.
         max_prefetch: chunks gathered ahead of their use.
+        max_fetch: chunks fetched ahead of their gather.
         use_room: hold what the device has room for (`hold_in_room`); otherwise only over short gaps.
 
     Raises:
@@ -110,6 +121,7 @@ def plan_steps(
     phases = [access.phase for access in trace.accesses]
     if use_room:
         ahead_bytes = max_prefetch * max((c.full_bytes for c in placement.chunks if c not in kept), default=0)
+        ahead_bytes += placement.fetched_bytes
         room = [None if (free := placement.room_bytes(phase)) is None else free - ahead_bytes for phase in phases]
         costs = {c: cost(gather_traffic(c, placement.of(c), placement.world_size)) for c in placement.chunks}
         holding = hold_in_room(asked, kept, room, costs.__getitem__)
@@ -126,25 +138,30 @@ def plan_steps(
             if chunk in kept:
                 indices.clear()
             indices.append(index)
-    # One entry for each chunk that has a use ahead; the second field orders the chunks of one access as it does.
-    soonest = [(indices[-1], uses[indices[-1]].index(chunk), chunk.name, chunk) for chunk, indices in later.items()]
+    soonest = [_next_use(chunk, later, uses) for chunk in later]  # one entry for each chunk that has a use ahead
     heapq.heapify(soonest)
+    away = [entry for entry in soonest if placement.of(entry[3]).param_tier != "device"]
+    heapq.heapify(away)
 
     gathered: set[ChunkT] = set()
     ahead: set[ChunkT] = set()
+    fetched: dict[ChunkT, int] = {}
+    fetches: list[tuple[ChunkT, ...]] = []
     prefetches: list[tuple[ChunkT, ...]] = []
     releases: list[tuple[ChunkT, ...]] = []
     gathers: Counter[ChunkT] = Counter()
-    gathered_bytes: list[int] = []
+    starting_bytes: list[int] = []
+    held_bytes: list[int] = []
     now_bytes = 0
     for index, use in enumerate(uses):
         ahead.difference_update(use)
-        while soonest and soonest[0][0] <= index:
-            chunk = heapq.heappop(soonest)[3]
+        for chunk in _pop_used(soonest, index):
             later[chunk].pop()
             if later[chunk]:
-                following = later[chunk][-1]
-                heapq.heappush(soonest, (following, uses[following].index(chunk), chunk.name, chunk))
+                heapq.heappush(soonest, _next_use(chunk, later, uses))
+        for chunk in _pop_used(away, index):
+            if later[chunk]:
+                heapq.heappush(away, _next_use(chunk, later, uses))
         chosen = _soonest_chunks(soonest, max_prefetch - len(ahead), ahead.union(use))
         ahead.update(chosen)
         if index:
@@ -155,11 +172,20 @@ def plan_steps(
         started = [c for c in (*use, *prefetches[-1]) if c not in gathered]
         gathers.update(started)
         gathered.update(started)
-        now_bytes += sum(chunk.full_bytes for chunk in started if chunk not in kept)
-        gathered_bytes.append(now_bytes)
+        most_bytes = now_bytes + sum(fetched.values())
+        for chunk in started:
+            now_bytes += 0 if chunk in kept else chunk.full_bytes
+            if placement.world_size == 1:  # it was fetched into the full buffer
+                fetched.pop(chunk, None)
+            most_bytes = max(most_bytes, now_bytes + sum(fetched.values()))
+            fetched.pop(chunk, None)
+        fetches.append(tuple(_soonest_chunks(away, max_fetch - len(fetched), gathered.union(fetched))))
+        fetched.update((chunk, fetch_bytes(chunk, placement.world_size)) for chunk in fetches[-1])
+        held_bytes.append(now_bytes + sum(fetched.values()))
+        starting_bytes.append(max(most_bytes, held_bytes[-1]))
     if uses:
         releases.append(tuple(chunk for chunk in uses[-1] if chunk not in kept))
-    steps = tuple(PlanStep(*parts) for parts in zip(asked, prefetches, releases, strict=True))
+    steps = tuple(PlanStep(*parts) for parts in zip(asked, prefetches, fetches, releases, strict=True))
     early_bytes = [
         sum(chunk.full_bytes for chunk in release if chunk in use and chunk not in access.held)
         for access, use, release in zip(trace.accesses, asked, releases, strict=True)
@@ -167,8 +193,8 @@ def plan_steps(
     return Plan(
         steps=steps,
         gathers=gathers.total(),
-        peak_gathered_bytes=always_bytes + max(gathered_bytes, default=0),
-        peak_bytes=step_peaks(trace, placement, gathered_bytes, early_bytes),
+        peak_gathered_bytes=always_bytes + max(starting_bytes, default=0),
+        peak_bytes=step_peaks(trace, placement, starting_bytes, held_bytes, early_bytes),
         traffic=_step_traffic(placement, gathers, trains="backward" in phases),
     )
 
@@ -184,6 +210,20 @@ def _step_traffic(placement: Placement[ChunkT], gathers: Counter[ChunkT], *, tra
             total += gradient_traffic(chunk, place, placement.world_size)
             total += update_traffic(chunk, place, padding_bytes=chunk.padding_bytes)
     return dict(+total)
+
+
+def _next_use(
+    chunk: ChunkT, later: Mapping[ChunkT, list[int]], uses: Sequence[Sequence[ChunkT]]
+) -> tuple[int, int, str, ChunkT]:
+    """Return what orders chunks by their next use; the second field orders those of one access as it does."""
+    following = later[chunk][-1]
+    return following, uses[following].index(chunk), chunk.name, chunk
+
+
+def _pop_used(soonest: list[tuple[int, int, str, ChunkT]], index: int) -> Iterator[ChunkT]:
+    """Take the chunks off the heap that are used at access ``index``."""
+    while soonest and soonest[0][0] <= index:
+        yield heapq.heappop(soonest)[3]
 
 
 def _soonest_chunks(soonest: list[tuple[int, int, str, ChunkT]], count: int, excluded: set[ChunkT]) -> list[ChunkT]:

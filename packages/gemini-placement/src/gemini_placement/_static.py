@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gemini_placement._placement import (
+    Ahead,
     ChunkPlacement,
     Placement,
     PlacementError,
     check_arguments,
+    check_depth,
     check_fraction,
-    check_prefetch,
     lacking_tiers,
     needed_bytes,
 )
@@ -38,6 +39,7 @@ class StaticPlacementPolicy:
         disk_optim_frac: optimizer states that rest on the disk; with ``offload_optim_frac`` at most 1.
         disk_param_frac: shards of parameters that rest on the disk; with ``offload_param_frac`` at most 1.
         max_prefetch: chunks gathered ahead of their use.
+        max_fetch: chunks fetched from host or disk ahead of their gather, beyond those.
     """
 
     shard_param_frac: float = 1.0
@@ -46,11 +48,13 @@ class StaticPlacementPolicy:
     disk_optim_frac: float = 0.0
     disk_param_frac: float = 0.0
     max_prefetch: int = 0
+    max_fetch: int = 0
 
     def __post_init__(self) -> None:
         for name in (*_PARAM_FRACTIONS, *_OPTIM_FRACTIONS):
             check_fraction(name, getattr(self, name))
-        check_prefetch(self.max_prefetch)
+        check_depth("max_prefetch", self.max_prefetch)
+        check_depth("max_fetch", self.max_fetch)
         for part in ("optim", "param"):
             host, disk = (getattr(self, f"{where}_{part}_frac") for where in ("offload", "disk"))
             if host + disk > 1 + 1e-9:  # 0.9 + 0.1 may come out a bit above
@@ -75,7 +79,8 @@ class StaticPlacementPolicy:
         """
         check_arguments(chunks, capacities, world_size)
         placements = self._placements(chunks, world_size)
-        needed = needed_bytes(chunks, placements, max_prefetch=self.max_prefetch)
+        ahead = Ahead(self.max_prefetch, self.max_fetch, world_size)
+        needed = needed_bytes(chunks, placements, ahead)
         if lacking_tiers(needed, capacities):
             advice = self._advice(chunks, capacities, world_size)
             raise PlacementError(f"{self} was asked for. {advice}", needed=needed, available=capacities)
@@ -83,6 +88,7 @@ class StaticPlacementPolicy:
             chunks,
             placements,
             max_prefetch=self.max_prefetch,
+            max_fetch=self.max_fetch,
             world_size=world_size,
             device_capacity=capacities["device"],
         )
@@ -93,7 +99,7 @@ class StaticPlacementPolicy:
         Raises:
             KeyError: the trace uses a chunk that was not placed.
         """
-        return plan_steps(trace, placement, max_prefetch=self.max_prefetch)
+        return plan_steps(trace, placement, max_prefetch=self.max_prefetch, max_fetch=self.max_fetch)
 
     def _placements(self, chunks: Sequence[ChunkFacts], world_size: int) -> list[ChunkPlacement]:
         released = _from_end([chunk.full_bytes for chunk in chunks], host=self.shard_param_frac, disk=0.0)
@@ -115,16 +121,17 @@ class StaticPlacementPolicy:
 
     def _advice(self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int) -> str:
         """Name the settings nearest to the ones asked for that fit."""
-        for prefetch in dict.fromkeys((self.max_prefetch, 0)):
-            nearest = self._nearest(chunks, capacities, world_size, prefetch)
+        as_asked = Ahead(self.max_prefetch, self.max_fetch, world_size)
+        for ahead in dict.fromkeys((as_asked, replace(as_asked, max_fetch=0), Ahead(0, 0, world_size))):
+            nearest = self._nearest(chunks, capacities, ahead)
             if nearest is not None:
                 names = [n for n in (*_PARAM_FRACTIONS, *_OPTIM_FRACTIONS) if "disk" in capacities or "disk" not in n]
                 words = [f"{name}={getattr(nearest, name):g}" for name in names]
-                return f"The nearest that fits: {', '.join(words)}, max_prefetch={prefetch}."
+                return f"The nearest that fits: {', '.join(words)}, {ahead.advice(as_asked)}."
         return "No shares fit: use more ranks, smaller chunks, or more memory."
 
     def _nearest(
-        self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int, prefetch: int
+        self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], ahead: Ahead
     ) -> StaticPlacementPolicy | None:
         """Return the nearest settings on a grid that fit.
 
@@ -134,14 +141,15 @@ class StaticPlacementPolicy:
         disk_exists = "disk" in capacities
         grid = 10 if disk_exists else 20
         counted = [
-            (policy, needed_bytes(chunks, policy._placements(chunks, world_size), max_prefetch=prefetch))
+            (policy, needed_bytes(chunks, policy._placements(chunks, ahead.world_size), ahead))
             for host, disk in _pairs(grid, disk_exists)
             for policy in [
                 StaticPlacementPolicy(
                     shard_param_frac=shard / grid,
                     offload_param_frac=host / grid,
                     disk_param_frac=disk / grid,
-                    max_prefetch=prefetch,
+                    max_prefetch=ahead.max_prefetch,
+                    max_fetch=ahead.max_fetch,
                 )
                 for shard in range(host + disk, grid + 1)
             ]

@@ -7,12 +7,12 @@ Plain asserts; no test framework is imported.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gemini_placement._placement import Placement, PlacementError
 from gemini_placement._plan import Plan
-from gemini_placement.interfaces import ChunkT, Phase, PlacementPolicy, TierName, Trace
+from gemini_placement.interfaces import ChunkFacts, ChunkT, Phase, PlacementPolicy, TierName, Trace
 
 UNLIMITED: Mapping[TierName, int | None] = {"device": None, "host": None, "disk": None}
 
@@ -75,12 +75,15 @@ def there_and_back(chunks: Sequence[PaperChunk]) -> PaperTrace:
     return PaperTrace(forward + backward)
 
 
-def check_plan(plan: Plan[ChunkT], trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefetch: int) -> None:
+def check_plan(
+    plan: Plan[ChunkT], trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefetch: int, max_fetch: int = 0
+) -> None:
     """Obey a plan on paper and assert that it is sound.
 
     Every access finds its chunks gathered; nothing is gathered twice or released while ahead or needed next; beyond
     what an access uses, at most ``max_prefetch`` chunks are gathered ahead of their use and one largest chunk's bytes
-    held over, or what the busiest access needs; only kept chunks remain; the predicted numbers are right.
+    held over, or what the busiest access needs; at most ``max_fetch`` chunks are fetched and not gathered, each of them
+    rests off the device and is gathered later; only kept chunks remain; the predicted numbers are right.
     """
     assert len(plan.steps) == len(trace.accesses), "A plan has one step for each access."
     kept = {chunk for chunk in placement.chunks if placement.of(chunk).keep_gathered}
@@ -91,10 +94,12 @@ def check_plan(plan: Plan[ChunkT], trace: Trace[ChunkT], placement: Placement[Ch
     largest = max((chunk.full_bytes for chunk in released), default=0)
     busiest = max((sum(c.full_bytes for c in set(access.chunks) - kept) for access in trace.accesses), default=0)
     ahead: set[ChunkT] = set()
+    fetched: set[ChunkT] = set()
     for index, (step, access) in enumerate(zip(plan.steps, trace.accesses, strict=True)):
         use = set(access.chunks)
         assert set(step.chunks) == use, f"Step {index} must gather what its access uses."
         assert len(step.chunks) == len(use), f"Step {index} names a chunk twice."
+        there = gathered | kept
         gathers += len(use - gathered)
         gathered |= use
         ahead -= use
@@ -107,17 +112,34 @@ def check_plan(plan: Plan[ChunkT], trace: Trace[ChunkT], placement: Placement[Ch
         assert held_bytes <= max(busiest, 2 * largest) + max_prefetch * largest, (
             f"Step {index} holds {held_bytes} bytes."
         )
-        peak_bytes = max(peak_bytes, sum(chunk.full_bytes for chunk in gathered | kept))
+        for chunk in dict.fromkeys((*step.chunks, *step.prefetch)):
+            # The full buffer comes before what was fetched goes, unless that was fetched into the full buffer.
+            there = there | {chunk}
+            staged = fetched if placement.world_size > 1 else fetched - {chunk}
+            peak_bytes = max(peak_bytes, _device_bytes(there, staged, placement.world_size))
+            fetched.discard(chunk)
+        for chunk in step.fetch:
+            assert placement.of(chunk).param_tier != "device", f"Step {index} fetches {chunk.name}, which is there."
+            assert chunk not in gathered | fetched, f"Step {index} fetches {chunk.name}, which is there already."
+            fetched.add(chunk)
+        assert len(fetched) <= max_fetch, f"Step {index} holds {len(fetched)} chunks ahead of their gather."
+        peak_bytes = max(peak_bytes, _device_bytes(gathered | kept, fetched, placement.world_size))
         assert use >= set(step.release), f"Step {index} releases what it does not use."
         assert not kept & set(step.release), f"Step {index} releases a chunk that stays gathered."
         gathered -= set(step.release)
         later = {chunk for other in trace.accesses[index + 1 :] for chunk in other.chunks}
         assert gathered <= later | kept, f"Step {index} keeps what nobody uses any more."
     assert gathered <= kept, "A step ends with kept chunks alone."
+    assert not fetched, "A step fetches what it does not gather."
     assert plan.gathers == gathers, f"The plan counts {plan.gathers} gathers; obeying it takes {gathers}."
     assert plan.peak_gathered_bytes == peak_bytes, (
         f"The plan predicts {plan.peak_gathered_bytes} bytes at most; obeying it takes {peak_bytes}."
     )
+
+
+def _device_bytes(gathered: Iterable[ChunkFacts], fetched: Iterable[ChunkFacts], world_size: int) -> int:
+    fetched_bytes = sum(chunk.full_bytes if world_size == 1 else chunk.shard_bytes for chunk in fetched)
+    return sum(chunk.full_bytes for chunk in gathered) + fetched_bytes
 
 
 class PlacementPolicyContract(ABC):
@@ -125,10 +147,15 @@ class PlacementPolicyContract(ABC):
 
     max_prefetch: int = 0
     """How many chunks the policy under test gathers ahead; override it together with `make_policy`."""
+    max_fetch: int = 0
+    """How many it fetches ahead of their gather, likewise."""
 
     @abstractmethod
     def make_policy(self) -> PlacementPolicy:
         """Return a new policy; each call returns an equal one."""
+
+    def _check(self, plan: Plan[ChunkT], trace: Trace[ChunkT], placement: Placement[ChunkT]) -> None:
+        check_plan(plan, trace, placement, max_prefetch=self.max_prefetch, max_fetch=self.max_fetch)
 
     def test_every_chunk_is_placed_where_it_was_given(self) -> None:
         """All chunks come back in order, and none is kept gathered off the device."""
@@ -158,7 +185,7 @@ class PlacementPolicyContract(ABC):
         chain = there_and_back(chunks)
         tied = PaperTrace((*chain.accesses[:6], PaperAccess("forward", chunks[:2]), *chain.accesses[6:]))
         for trace in (chain, tied, PaperTrace(())):
-            check_plan(policy.schedule(trace, placement), trace, placement, max_prefetch=self.max_prefetch)
+            self._check(policy.schedule(trace, placement), trace, placement)
 
     def test_turn_from_forward_to_backward_gathers_nothing(self) -> None:
         """The last chunk of forward is the first of backward and stays."""
@@ -175,7 +202,7 @@ class PlacementPolicyContract(ABC):
         policy = self.make_policy()
         placement = policy.place(chunks, capacities=UNLIMITED, world_size=2)
         trace = there_and_back(chunks)
-        check_plan(policy.schedule(trace, placement), trace, placement, max_prefetch=self.max_prefetch)
+        self._check(policy.schedule(trace, placement), trace, placement)
 
     def test_capacities_are_kept(self) -> None:
         """A placement that is returned fits; one that cannot fit is refused with the numbers."""
