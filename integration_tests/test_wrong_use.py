@@ -60,6 +60,7 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_prefetch": -1}, ValueError, "max_prefetch must not be negative, got -1"),
     ({"max_prefetch": 1.5}, TypeError, "max_prefetch must be an int"),
     ({"max_fetch": -1}, ValueError, "max_fetch must not be negative, got -1"),
+    ({"max_held": 2, "placement_policy": "auto"}, ValueError, "max_held=2 is of the static policy"),
     ({"device_capacity": "a lot"}, ValueError, "device_capacity must be a number of bytes, or text such as '2GiB'"),
     ({"host_capacity": "-1GB"}, ValueError, "host_capacity must be a number of bytes, or text such as '2GiB'"),
     ({"device_capacity": True}, ValueError, "device_capacity must be a number of bytes"),

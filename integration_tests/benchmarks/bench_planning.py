@@ -67,7 +67,7 @@ def plan(accesses: int) -> list[Beside]:
         return auto.place(chunks, capacities=half, world_size=2)
 
     def least() -> Sequence[PlanStep[PaperChunk]]:
-        return [PlanStep(access.chunks, (), ()) for access in trace.accesses]
+        return [PlanStep(access.chunks, (), (), ()) for access in trace.accesses]
 
     parts: dict[str, Callable[[], object]] = {
         "place, static": place_static,

@@ -49,6 +49,7 @@ MODEL_SETTINGS = [
     "offload_directory",
     "max_prefetch",
     "max_fetch",
+    "max_held",
     "hidden_dim",
     "min_chunk_size_m",
     "search_range_m",

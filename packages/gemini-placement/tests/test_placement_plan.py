@@ -27,6 +27,9 @@ CHUNKS = tuple(replace(chunk, full_bytes=100 + 7 * index) for index, chunk in en
 TRACES = st.lists(st.lists(st.sampled_from(CHUNKS), max_size=3), max_size=25).map(
     lambda uses: PaperTrace(tuple(PaperAccess("forward", tuple(use)) for use in uses))
 )
+DEPTHS = st.fixed_dictionaries(
+    {"max_prefetch": st.integers(0, 4), "max_fetch": st.integers(0, 3), "max_held": st.integers(0, 4)}
+)
 
 
 def placed(kept: int, away: int = 0, **settings) -> Placement:
@@ -46,11 +49,25 @@ def placed(kept: int, away: int = 0, **settings) -> Placement:
 
 
 @settings(max_examples=600, deadline=None)
-@given(TRACES, st.integers(0, 127), st.integers(0, 127), st.integers(0, 4), st.integers(0, 3), st.integers(1, 2))
-def test_any_trace_is_served_within_the_bounds(trace, kept, away, max_prefetch, max_fetch, world_size) -> None:
+@given(TRACES, st.integers(0, 127), st.integers(0, 127), st.integers(1, 2), DEPTHS)
+def test_any_trace_is_served_within_the_bounds(trace, kept, away, world_size, depths) -> None:
     placement = placed(kept, away, world_size=world_size)
-    plan = StaticPlacementPolicy(max_prefetch=max_prefetch, max_fetch=max_fetch).schedule(trace, placement)
-    check_plan(plan, trace, placement, max_prefetch=max_prefetch, max_fetch=max_fetch)
+    plan = StaticPlacementPolicy(**depths).schedule(trace, placement)
+    check_plan(plan, trace, placement, **depths)
+
+
+@pytest.mark.parametrize("max_prefetch", [0, 2])
+def test_each_held_chunk_saves_a_gather_as_long_as_there_are_chunks(max_prefetch) -> None:
+    chunks = paper_chunks(12)
+    placement = StaticPlacementPolicy().place(chunks, capacities=UNLIMITED, world_size=2)
+    trace = there_and_back(chunks)
+    plans = [
+        StaticPlacementPolicy(max_prefetch=max_prefetch, max_held=held).schedule(trace, placement) for held in range(14)
+    ]
+    # The chunk that is used on both sides needs no holding, and those ahead of their use stay anyhow.
+    assert [plan.gathers for plan in plans] == [24 - min(12, 1 + max(max_prefetch, held)) for held in range(14)]
+    shares = {plan.traffic["ranks"] - plan.gathers * chunks[0].shard_bytes for plan in plans}
+    assert len(shares) == 1, "all chunks are alike, so traffic falls with the gathers"
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,7 +10,7 @@ SIGNATURES = {
     "StaticPlacementPolicy": (
         "(*, shard_param_frac: 'float' = 1.0, offload_optim_frac: 'float' = 0.0, "
         "offload_param_frac: 'float' = 0.0, disk_optim_frac: 'float' = 0.0, disk_param_frac: 'float' = 0.0, "
-        "max_prefetch: 'int' = 0, max_fetch: 'int' = 0) -> None"
+        "max_prefetch: 'int' = 0, max_fetch: 'int' = 0, max_held: 'int' = 0) -> None"
     ),
     "AutoPlacementPolicy": (
         "(*, warmup_non_model_data_ratio: 'float' = 0.8, steady_cuda_cap_ratio: 'float' = 0.9, "

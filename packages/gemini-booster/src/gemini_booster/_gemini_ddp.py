@@ -97,6 +97,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
         offload_directory: folder for memory-mapped files; None for no disk tier.
         max_prefetch: chunks gathered ahead of their use.
         max_fetch: beyond those, chunks brought from host or disk to the device ahead of their gather.
+        max_held: chunks that stay gathered from the end of forward to their backward (``max_prefetch`` do anyhow). Each
+            saves a gather, and takes its full buffer while activations take most. Of the static policy only.
         hidden_dim: step of the chunk search in elements; by default 1024.
         min_chunk_size_m: smallest chunk in units of 2**20 elements; a group of parameters smaller than that is one
             chunk that stays gathered.
@@ -146,6 +148,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         offload_directory: str | None = None,
         max_prefetch: int = 0,
         max_fetch: int = 0,
+        max_held: int = 0,
         hidden_dim: int | None = None,
         min_chunk_size_m: float = 32,
         search_range_m: float = 32,
@@ -179,6 +182,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
                 gpu_margin_mem_ratio=gpu_margin_mem_ratio,
                 max_prefetch=max_prefetch,
                 max_fetch=max_fetch,
+                max_held=max_held,
             )
             _check_fresh(module)
             leaves = find_modules(module, leaf_modules, "leaf_modules")

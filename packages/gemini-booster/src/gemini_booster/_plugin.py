@@ -59,6 +59,7 @@ class GeminiPlugin:
     offload_directory: str | None = None
     max_prefetch: int = 0
     max_fetch: int = 0
+    max_held: int = 0
     hidden_dim: int | None = None
     min_chunk_size_m: float = 32
     search_range_m: float = 32
@@ -99,6 +100,7 @@ class GeminiPlugin:
             gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
             max_prefetch=self.max_prefetch,
             max_fetch=self.max_fetch,
+            max_held=self.max_held,
         )
         to_bytes(self.device_capacity, "device_capacity")
         to_bytes(self.host_capacity, "host_capacity")

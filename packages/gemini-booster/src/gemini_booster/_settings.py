@@ -61,12 +61,13 @@ def make_policy(
     gpu_margin_mem_ratio: float,
     max_prefetch: int,
     max_fetch: int,
+    max_held: int,
 ) -> StaticPlacementPolicy | AutoPlacementPolicy:
     """Return the policy that the keywords of `GeminiDDP` describe.
 
     Raises:
         ValueError: the name is unknown, a share is out of its range, or the disk gets one and has no directory.
-        TypeError: ``max_prefetch`` or ``max_fetch`` is no int.
+        TypeError: ``max_prefetch``, ``max_fetch`` or ``max_held`` is no int.
     """
     if name == "static":
         if offload_directory is None and (disk_optim_frac or disk_param_frac):
@@ -82,8 +83,13 @@ def make_policy(
             disk_param_frac=disk_param_frac,
             max_prefetch=max_prefetch,
             max_fetch=max_fetch,
+            max_held=max_held,
         )
     if name == "auto":
+        if max_held:
+            raise ValueError(
+                f"max_held={max_held} is of the static policy: auto holds what there is room for. Leave it out."
+            )
         return AutoPlacementPolicy(
             warmup_non_model_data_ratio=warmup_non_model_data_ratio,
             steady_cuda_cap_ratio=steady_cuda_cap_ratio,

@@ -30,29 +30,30 @@ class _Gap(Generic[ChunkT]):
 
 
 class _Holding(Generic[ChunkT]):
-    """A choice of gaps, with the bytes gathered at each access."""
+    """A choice of gaps, with the bytes left free at each access."""
 
     def __init__(self, loads: Sequence[int], limits: Sequence[int]) -> None:
         self.gaps: dict[_Gap[ChunkT], None] = {}
-        self._loads = list(loads)
-        self._limits = limits
+        self._free = [limit - load for load, limit in zip(loads, limits, strict=True)]
 
     @property
     def saves(self) -> int:
         return sum(gap.saves for gap in self.gaps)
 
     def fits(self, gap: _Gap[ChunkT]) -> bool:
-        return all(self._loads[index] + gap.num_bytes <= self._limits[index] for index in gap.between)
+        return min(self._free[gap.start + 1 : gap.end]) >= gap.num_bytes
 
     def add(self, gap: _Gap[ChunkT]) -> None:
         self.gaps[gap] = None
-        for index in gap.between:
-            self._loads[index] += gap.num_bytes
+        self._give(gap, -gap.num_bytes)
 
     def remove(self, gap: _Gap[ChunkT]) -> None:
         del self.gaps[gap]
-        for index in gap.between:
-            self._loads[index] -= gap.num_bytes
+        self._give(gap, gap.num_bytes)
+
+    def _give(self, gap: _Gap[ChunkT], num_bytes: int) -> None:
+        between = slice(gap.start + 1, gap.end)
+        self._free[between] = [free + num_bytes for free in self._free[between]]
 
     def fill(self, gaps: Sequence[_Gap[ChunkT]]) -> None:
         """Add what still fits, in the order given."""
@@ -62,20 +63,26 @@ class _Holding(Generic[ChunkT]):
 
 
 def hold_over_short_gaps(
-    uses: Sequence[Sequence[ChunkT]], phases: Sequence[Phase], kept: set[ChunkT]
+    uses: Sequence[Sequence[ChunkT]], phases: Sequence[Phase], kept: set[ChunkT], *, max_held: int = 0
 ) -> list[list[ChunkT]]:
     """Return, for each access, the chunks that stay gathered over it though it does not use them.
 
     A layer's small parameters often lie in one chunk and are used before and after those of others; without this,
     that chunk would be gathered again for each of them. Gaps within forward and within backward are bridged, the
     shortest first. With what an access uses itself, no more bytes are gathered than two of the largest chunks have, or
-    than the access that uses most needs.
+    than the access that uses most needs. Beyond that, ``max_held`` chunks stay from forward to backward: those that
+    forward uses last, and backward first.
     """
     loads = _loads(uses, kept)
-    gaps = [gap for gap in _gaps(uses, kept, lambda _: 1) if phases[gap.start] == phases[gap.end]]
+    gaps: list[_Gap[ChunkT]] = []
+    turns: list[_Gap[ChunkT]] = []
+    for gap in _gaps(uses, kept, lambda _: 1):
+        (gaps if phases[gap.start] == phases[gap.end] else turns).append(gap)
     largest = max((chunk.full_bytes for use in uses for chunk in use if chunk not in kept), default=0)
     holding = _Holding[ChunkT](loads, [max([2 * largest, *loads])] * len(loads))
     holding.fill(sorted(gaps, key=lambda gap: (gap.end - gap.start, gap.start, gap.chunk.name)))
+    for gap in sorted(turns, key=lambda gap: (gap.end - gap.start, gap.start, gap.chunk.name))[:max_held]:
+        holding.add(gap)
     return _by_access(holding, len(uses))
 
 

@@ -60,6 +60,7 @@ class Placement(Generic[ChunkT]):
         *,
         max_prefetch: int = 0,
         max_fetch: int = 0,
+        max_held: int = 0,
         world_size: int = 1,
         device_capacity: int | None = None,
     ) -> None:
@@ -70,6 +71,7 @@ class Placement(Generic[ChunkT]):
             placements: as many.
             max_prefetch: chunks gathered ahead of their use, for counting the working set.
             max_fetch: chunks fetched ahead of their gather, likewise.
+            max_held: chunks that stay gathered from forward to backward, likewise.
             world_size: ranks that share the chunks.
             device_capacity: bytes for model states on the device; None without a limit.
 
@@ -83,7 +85,7 @@ class Placement(Generic[ChunkT]):
             if place.keep_gathered and place.param_tier != "device":
                 raise ValueError(f"{chunk.name} cannot stay gathered and rest on {place.param_tier}.")
         self._places = MappingProxyType(dict(zip(chunks, placements, strict=True)))
-        ahead = Ahead(max_prefetch, max_fetch, world_size)
+        ahead = Ahead(max_prefetch, max_fetch, world_size, max_held)
         self._needed = needed_bytes(chunks, placements, ahead)
         self.fetched_bytes = ahead.fetched_bytes(_away(chunks, placements))
         self._resting = resting_bytes(chunks, placements)
@@ -163,24 +165,28 @@ class Ahead:
         max_prefetch: chunks gathered ahead of their use.
         max_fetch: chunks fetched ahead of their gather.
         world_size: ranks that share the chunks.
+        max_held: chunks that stay gathered from forward to backward.
     """
 
     max_prefetch: int
     max_fetch: int
     world_size: int
+    max_held: int = 0
 
     def __post_init__(self) -> None:
         check_depth("max_prefetch", self.max_prefetch)
         check_depth("max_fetch", self.max_fetch)
+        check_depth("max_held", self.max_held)
 
     @property
     def buffers(self) -> int:
         """How many released chunks must have room at a time.
 
         One is in use. A second one is for a module whose parameters lie in two, or for what is held over a short gap; a
-        third one for recompute that starts while backward still uses another. Then come those ahead of their use.
+        third one for recompute that starts while backward still uses another. Then come those ahead of their use, and
+        those that stay between forward and backward.
         """
-        return 3 + self.max_prefetch
+        return 3 + self.max_prefetch + self.max_held
 
     def gathered_bytes(self, released: Iterable[ChunkFacts]) -> int:
         """Return the most that full buffers of released chunks take: as many `buffers` of the largest."""
@@ -188,7 +194,10 @@ class Ahead:
 
     def advice(self, asked: Ahead) -> str:
         """Return the settings of these depths, in the place of those that were asked for."""
-        return f"max_prefetch={self.max_prefetch}" + (f", max_fetch={self.max_fetch}" if asked.max_fetch else "")
+        depths = [f"max_prefetch={self.max_prefetch}"]
+        depths += [f"max_fetch={self.max_fetch}"] if asked.max_fetch else []
+        depths += [f"max_held={self.max_held}"] if asked.max_held else []
+        return ", ".join(depths)
 
     def fetched_bytes(self, away: Iterable[ChunkFacts]) -> int:
         """Return the most that fetched chunks take, of those that rest off the device."""

@@ -97,6 +97,7 @@ def plan_steps(
     *,
     max_prefetch: int,
     max_fetch: int = 0,
+    max_held: int = 0,
     use_room: bool = False,
 ) -> Plan[ChunkT]:
     """Plan fetches, gathers and releases for a trace.
@@ -111,7 +112,8 @@ def plan_steps(
         placement: where its chunks rest.
         max_prefetch: chunks gathered ahead of their use.
         max_fetch: chunks fetched ahead of their gather.
-        use_room: hold what the device has room for (`hold_in_room`); otherwise only over short gaps.
+        max_held: chunks that stay gathered from forward to backward.
+        use_room: hold what the device has room for (`hold_in_room`); otherwise ``max_held`` and over short gaps.
 
     Raises:
         KeyError: the trace uses a chunk that was not placed.
@@ -126,7 +128,7 @@ def plan_steps(
         costs = {c: cost(gather_traffic(c, placement.of(c), placement.world_size)) for c in placement.chunks}
         holding = hold_in_room(asked, kept, room, costs.__getitem__)
     else:
-        holding = hold_over_short_gaps(asked, phases, kept)
+        holding = hold_over_short_gaps(asked, phases, kept, max_held=max_held)
     uses = [(*use, *held) for use, held in zip(asked, holding, strict=True)]
     always_bytes = sum(c.full_bytes for c in placement.chunks if placement.of(c).keep_gathered)
 

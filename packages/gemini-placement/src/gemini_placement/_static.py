@@ -40,6 +40,7 @@ class StaticPlacementPolicy:
         disk_param_frac: shards of parameters that rest on the disk; with ``offload_param_frac`` at most 1.
         max_prefetch: chunks gathered ahead of their use.
         max_fetch: chunks fetched from host or disk ahead of their gather, beyond those.
+        max_held: chunks that stay gathered from the end of forward to their backward; ``max_prefetch`` do anyhow.
     """
 
     shard_param_frac: float = 1.0
@@ -49,12 +50,14 @@ class StaticPlacementPolicy:
     disk_param_frac: float = 0.0
     max_prefetch: int = 0
     max_fetch: int = 0
+    max_held: int = 0
 
     def __post_init__(self) -> None:
         for name in (*_PARAM_FRACTIONS, *_OPTIM_FRACTIONS):
             check_fraction(name, getattr(self, name))
         check_depth("max_prefetch", self.max_prefetch)
         check_depth("max_fetch", self.max_fetch)
+        check_depth("max_held", self.max_held)
         for part in ("optim", "param"):
             host, disk = (getattr(self, f"{where}_{part}_frac") for where in ("offload", "disk"))
             if host + disk > 1 + 1e-9:  # 0.9 + 0.1 may come out a bit above
@@ -79,7 +82,7 @@ class StaticPlacementPolicy:
         """
         check_arguments(chunks, capacities, world_size)
         placements = self._placements(chunks, world_size)
-        ahead = Ahead(self.max_prefetch, self.max_fetch, world_size)
+        ahead = Ahead(self.max_prefetch, self.max_fetch, world_size, self.max_held)
         needed = needed_bytes(chunks, placements, ahead)
         if lacking_tiers(needed, capacities):
             advice = self._advice(chunks, capacities, world_size)
@@ -89,6 +92,7 @@ class StaticPlacementPolicy:
             placements,
             max_prefetch=self.max_prefetch,
             max_fetch=self.max_fetch,
+            max_held=self.max_held,
             world_size=world_size,
             device_capacity=capacities["device"],
         )
@@ -99,7 +103,9 @@ class StaticPlacementPolicy:
         Raises:
             KeyError: the trace uses a chunk that was not placed.
         """
-        return plan_steps(trace, placement, max_prefetch=self.max_prefetch, max_fetch=self.max_fetch)
+        return plan_steps(
+            trace, placement, max_prefetch=self.max_prefetch, max_fetch=self.max_fetch, max_held=self.max_held
+        )
 
     def _placements(self, chunks: Sequence[ChunkFacts], world_size: int) -> list[ChunkPlacement]:
         released = _from_end([chunk.full_bytes for chunk in chunks], host=self.shard_param_frac, disk=0.0)
@@ -121,8 +127,9 @@ class StaticPlacementPolicy:
 
     def _advice(self, chunks: Sequence[ChunkFacts], capacities: Mapping[TierName, int | None], world_size: int) -> str:
         """Name the settings nearest to the ones asked for that fit."""
-        as_asked = Ahead(self.max_prefetch, self.max_fetch, world_size)
-        for ahead in dict.fromkeys((as_asked, replace(as_asked, max_fetch=0), Ahead(0, 0, world_size))):
+        as_asked = Ahead(self.max_prefetch, self.max_fetch, world_size, self.max_held)
+        fewer = replace(as_asked, max_fetch=0, max_held=0)
+        for ahead in dict.fromkeys((as_asked, fewer, replace(fewer, max_prefetch=0))):
             nearest = self._nearest(chunks, capacities, ahead)
             if nearest is not None:
                 names = [n for n in (*_PARAM_FRACTIONS, *_OPTIM_FRACTIONS) if "disk" in capacities or "disk" not in n]
@@ -150,6 +157,7 @@ class StaticPlacementPolicy:
                     disk_param_frac=disk / grid,
                     max_prefetch=ahead.max_prefetch,
                     max_fetch=ahead.max_fetch,
+                    max_held=ahead.max_held,
                 )
                 for shard in range(host + disk, grid + 1)
             ]

@@ -76,14 +76,21 @@ def there_and_back(chunks: Sequence[PaperChunk]) -> PaperTrace:
 
 
 def check_plan(
-    plan: Plan[ChunkT], trace: Trace[ChunkT], placement: Placement[ChunkT], *, max_prefetch: int, max_fetch: int = 0
+    plan: Plan[ChunkT],
+    trace: Trace[ChunkT],
+    placement: Placement[ChunkT],
+    *,
+    max_prefetch: int,
+    max_fetch: int = 0,
+    max_held: int = 0,
 ) -> None:
     """Obey a plan on paper and assert that it is sound.
 
     Every access finds its chunks gathered; nothing is gathered twice or released while ahead or needed next; beyond
-    what an access uses, at most ``max_prefetch`` chunks are gathered ahead of their use and one largest chunk's bytes
-    held over, or what the busiest access needs; at most ``max_fetch`` chunks are fetched and not gathered, each of them
-    rests off the device and is gathered later; only kept chunks remain; the predicted numbers are right.
+    what an access uses, at most ``max_prefetch`` chunks are gathered ahead of their use, ``max_held`` held from forward
+    to backward and one largest chunk's bytes held over, or what the busiest access needs; at most ``max_fetch`` chunks
+    are fetched and not gathered, each of them rests off the device and is gathered later; only kept chunks remain; the
+    predicted numbers are right.
     """
     assert len(plan.steps) == len(trace.accesses), "A plan has one step for each access."
     kept = {chunk for chunk in placement.chunks if placement.of(chunk).keep_gathered}
@@ -109,7 +116,7 @@ def check_plan(
         ahead |= set(step.prefetch)
         assert len(ahead) <= max_prefetch, f"Step {index} holds {len(ahead)} chunks ahead of their use."
         held_bytes = sum(chunk.full_bytes for chunk in gathered - kept)
-        assert held_bytes <= max(busiest, 2 * largest) + max_prefetch * largest, (
+        assert held_bytes <= max(busiest, 2 * largest) + (max_prefetch + max_held) * largest, (
             f"Step {index} holds {held_bytes} bytes."
         )
         for chunk in dict.fromkeys((*step.chunks, *step.prefetch)):
