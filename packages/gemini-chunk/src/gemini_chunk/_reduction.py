@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from gemini_chunk._tiers import Tier, fill_with_poison
 if TYPE_CHECKING:
     from gemini_chunk._chunk import Chunk
 
-# These are multiplied while they are copied. Smaller ones, in the cache still, are multiplied together after that.
+# Smaller gradients are joined first, where they lie side by side: one at a time they cost more than their bytes.
 _LARGE_BYTES = 2**16
 
 
@@ -65,7 +65,6 @@ class Reduction:
         self._chunk = chunk
         self._result_tier: Tier | None = None
         self._buffer: Tensor | None = None
-        self._parts: dict[TensorInfo, Tensor] = {}
         self._pool: BufferPool | None = None
         self._num_ready = 0
         self._running: Handle | None = None
@@ -86,30 +85,26 @@ class Reduction:
 
     def take(self, gradients: Iterable[tuple[TensorInfo, Tensor]], pool: BufferPool) -> bool:
         """See `Chunk.take_gradients`."""
-        self._buffer_from(pool)
+        buffer = self._buffer_from(pool)
         share = 1 / self._chunk.world_size
-        parts, first = [], []
-        others: list[tuple[Tensor, Tensor]] = []
+        small: list[tuple[int, Tensor]] = []
+        others: list[tuple[TensorInfo, Tensor]] = []
         for info, gradient in gradients:
             if gradient.layout != torch.strided:
                 gradient = gradient.to_dense()
-            part = self._parts[info]
             if info.state is TensorState.READY_FOR_REDUCE:
-                others.append((part, gradient))
+                others.append((info, gradient))
                 continue
             info.state = TensorState.READY_FOR_REDUCE  # legal from all others, by way of those between
             self._num_ready += 1
-            if gradient.nbytes >= _LARGE_BYTES and share != 1 and part.dtype == gradient.dtype:
-                torch.mul(gradient, share, out=part)
+            if gradient.nbytes < _LARGE_BYTES:
+                small.append((info.offset, gradient))
             else:
-                parts.append(part)
-                first.append(gradient)
-        if parts:
-            torch._foreach_copy_(parts, first)
-            if share != 1:
-                torch._foreach_mul_(parts, share)
-        for part, gradient in others:
-            part.add_(gradient, alpha=share)
+                _write_share(_part(buffer, info), gradient, share)
+        for offset, run in _runs(small):
+            _write_share(buffer.narrow(0, offset, run.numel()), run, share)
+        for info, gradient in others:
+            _part(buffer, info).add_(gradient, alpha=share)
         return self._num_ready == len(self._chunk.tensors)
 
     def _buffer_from(self, pool: BufferPool) -> Tensor:
@@ -118,8 +113,6 @@ class Reduction:
         if self._buffer is None:
             chunk = self._chunk
             self._buffer, self._pool = pool.take(chunk.numel, chunk.reduce_dtype), pool
-            parts = self._buffer.narrow(0, 0, chunk.used_numel).split([info.numel for info in chunk.tensors])
-            self._parts = {info: part.view(info.shape) for info, part in zip(chunk.tensors, parts, strict=True)}
             if chunk._device.poisons:
                 fill_with_poison(self._buffer)
         return self._buffer
@@ -226,7 +219,6 @@ class Reduction:
         raise ChunkError(f"Reducing {chunk.name} failed on rank {chunk._collectives.rank}: {error}") from error
 
     def _finish_states(self) -> None:
-        self._parts = {}
         self._num_ready = 0
         settle_states(self._chunk.tensors, visible=self._chunk.is_gathered)
 
@@ -335,7 +327,6 @@ class Reduction:
 
     def _return_buffer(self) -> None:
         buffer, self._buffer = self._buffer, None
-        self._parts = {}
         if buffer is not None:
             assert self._pool is not None, "it has lent the buffer"
             self._give_back_buffer(buffer, self._pool)
@@ -384,3 +375,33 @@ class Reduction:
     def _land_anyhow(self) -> None:
         with contextlib.suppress(ChunkError):  # a gradient that is about to be forgotten may be lost
             self.land()
+
+
+def _part(buffer: Tensor, info: TensorInfo) -> Tensor:
+    return buffer.narrow(0, info.offset, info.numel).view(info.shape)
+
+
+def _write_share(part: Tensor, gradient: Tensor, share: float) -> None:
+    """Write a gradient times ``share``; both in the dtype of ``part``, so that the bits depend on nothing else."""
+    if share != 1 and part.dtype == gradient.dtype:
+        torch.mul(gradient, share, out=part)
+        return
+    part.copy_(gradient)
+    if share != 1:
+        part.mul_(share)
+
+
+def _runs(gradients: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """Join gradients that lie side by side in the buffer, given with their offsets; yield flat ones with theirs."""
+    first = end = -1
+    run: list[Tensor] = []
+    for offset, gradient in sorted(gradients, key=lambda pair: pair[0]):
+        if run and (offset != end or gradient.dtype != run[0].dtype):
+            yield first, torch._utils._flatten_dense_tensors(run)
+            run = []
+        if not run:
+            first = end = offset
+        run.append(gradient)
+        end += gradient.numel()
+    if run:
+        yield first, torch._utils._flatten_dense_tensors(run)
