@@ -355,11 +355,12 @@ class ChunkManager:
         of these chunks last; what is gathered stays. So the answer does not depend on fetches.
         """
         device = self.tiers["device"]
-        chunks = list(chunks)
+        if device.capacity is None:
+            return True
+        capacity, chunks = device.capacity, list(chunks)
 
         def fits() -> bool:
-            needed = sum(chunk.missing_bytes for chunk in chunks)
-            return device.capacity is None or device.used + needed <= device.capacity
+            return device.used + sum(chunk.missing_bytes for chunk in chunks) <= capacity
 
         if not fits():
             self._buffers.make_room()
