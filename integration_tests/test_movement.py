@@ -25,6 +25,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "mixed": {"offload_param_frac": 0.3, "disk_param_frac": 0.3, "offload_optim_frac": 0.5, "disk_optim_frac": 0.5},
 }
 DEPTHS = [{"max_prefetch": prefetch, "max_fetch": fetch} for prefetch, fetch in itertools.product((0, 2), (0, 1, 3))]
+DEPTHS.append({"max_prefetch": 1, "max_fetch": 1, "max_held": 4})
 
 
 def small_model(folder: str, precision: Any = "bf16", **settings: Any) -> GeminiDDP:
@@ -75,7 +76,7 @@ def test_losses_are_bit_identical_over_depths_and_placements(world_size: int, tm
 
 def check_capacity(rank: int, world_size: int, folder: str) -> None:
     wanted = train(rank, small_model(folder))
-    for capacity in ("90kB", "120kB"):
+    for capacity in ("220kB", "300kB"):  # activations included
         settings = {"placement_policy": "auto", "device_capacity": capacity, "max_prefetch": 1, "max_fetch": 2}
         model = small_model(folder, **settings)
         assert any(step.fetch for step in model.plans[0].steps) if model.plans else True

@@ -15,8 +15,8 @@ from gemini_ddp.testing import PlainChunk, PlainStore
 class Recorder(PlainStore):
     """Notes what is reduced; at the end of backward a store may reduce what is left in an order of its own."""
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        super().__init__(params)
+    def __init__(self, params: Sequence[nn.Parameter], params_per_chunk: int) -> None:
+        super().__init__(params, params_per_chunk=params_per_chunk)
         self.reduced: list[int] = []
         self.left: set[int] = set()
 
@@ -29,9 +29,9 @@ class Recorder(PlainStore):
         self.left = used.difference(self.reduced)
 
 
-def gradients_of(count: int) -> tuple[Gradients[PlainChunk], Recorder]:
+def gradients_of(count: int, params_per_chunk: int = 1) -> tuple[Gradients[PlainChunk], Recorder]:
     params = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
-    store = Recorder(params)
+    store = Recorder(params, params_per_chunk)
     gradients = Gradients(store, params)
     gradients.start(reduces=True)
     return gradients, store
@@ -61,15 +61,18 @@ def test_all_that_is_left_at_the_end_is_reduced_in_one_order(first: set[int], se
 
 
 def test_gradients_are_given_to_the_store_before_their_chunk_is_reduced() -> None:
-    gradients, store = gradients_of(2)
-    gradients.take(gradients.slots[1], torch.ones(2))
-    assert not store._gradients, "A small one waits for others."
+    gradients, store = gradients_of(6, params_per_chunk=3)
+    slots = gradients.slots
+    for slot in slots[:3]:
+        gradients.take(slot, torch.ones(2))
+    assert list(store._gradients) == [slots[0].param], "The first of a chunk is given, and small ones wait for others."
     gradients.reduce(store.chunks[:1])
-    assert list(store._gradients) == [gradients.slots[1].param]
-    gradients.take(gradients.slots[0], torch.ones(2))
+    assert list(store._gradients) == [slot.param for slot in slots[:3]]
+    for slot in slots[3:5]:
+        gradients.take(slot, torch.ones(2))
     gradients.forget()
     gradients.reduce(store.chunks[1:])
-    assert list(store._gradients) == [gradients.slots[1].param], "What was forgotten is not given."
+    assert list(store._gradients) == [slot.param for slot in slots[:4]], "What was forgotten is not given."
 
 
 def test_many_bytes_of_gradients_do_not_wait() -> None:

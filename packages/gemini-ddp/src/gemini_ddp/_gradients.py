@@ -73,6 +73,7 @@ class Gradients(Generic[ChunkT]):
         self._chunks = tuple(dict.fromkeys(slot.chunk for slot in reversed(self.slots)))
         self._held: list[tuple[Tensor, Tensor]] = []
         self._held_bytes = 0
+        self._begun: set[ChunkT] = set()
         self._missing: dict[ChunkT, int] = {}
         self._complete: set[ChunkT] = set()
         self._reduced: set[ChunkT] = set()
@@ -98,6 +99,7 @@ class Gradients(Generic[ChunkT]):
             slot.arrived = slot.arrived and not arrived
         self._held.clear()
         self._held_bytes = 0
+        self._begun.clear()
         self._missing.clear()
         self._complete.clear()
         self._reduced.clear()
@@ -107,9 +109,10 @@ class Gradients(Generic[ChunkT]):
         """Take this rank's gradient of a parameter, or a part of it."""
         self._held.append((slot.param, gradient))
         self._held_bytes += slot.num_bytes
-        if self._held_bytes >= _HELD_BYTES:
-            self._hand_over()
         chunk = slot.chunk
+        if self._held_bytes >= _HELD_BYTES or chunk not in self._begun:  # the first brings the store to make room
+            self._begun.add(chunk)
+            self._hand_over()
         if chunk in self._reduced:
             self._late.add(chunk)
         elif not slot.seen:
