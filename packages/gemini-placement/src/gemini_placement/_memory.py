@@ -8,6 +8,9 @@ from typing import Generic
 from gemini_placement._placement import TIERS, Placement, has_master
 from gemini_placement.interfaces import ChunkT, TierName, Trace
 
+# Fewer bytes of a reduced gradient go to the host at once; more, and all that go to the disk, in the background.
+_AT_ONCE_BYTES = 2**18
+
 
 def step_peaks(
     trace: Trace[ChunkT],
@@ -49,8 +52,9 @@ class _GradientMemory(Generic[ChunkT]):
 
     A chunk borrows a buffer for its gradient until that is reduced: with several ranks, until the next reduction
     begins, for one runs at a time. Buffers that came back are lent again, or freed when they are too small for what is
-    asked for. The result takes the place of the parameters where they have master weights beside them. Otherwise it
-    stays in memory of its own until the optimizer has used it; with one rank that is the buffer.
+    asked for. A result on its way to another tier is gone when the next but one reduction begins, or where memory is
+    asked for that is not there. The result takes the place of the parameters where they have master weights beside
+    them. Otherwise it stays in memory of its own until the optimizer has used it; with one rank that is the buffer.
 
     Attributes:
         used: bytes now.
@@ -64,6 +68,7 @@ class _GradientMemory(Generic[ChunkT]):
         self._idle: list[tuple[bool, int]] = []
         self._lent: dict[ChunkT, int] = {}
         self._running: tuple[bool, int, int] | None = None
+        self._leaving = self._leaves_next = 0
 
     def _stays(self, chunk: ChunkT) -> bool:
         """Whether the reduced gradient stays on the device in memory of its own."""
@@ -74,6 +79,7 @@ class _GradientMemory(Generic[ChunkT]):
         """Lend a chunk a buffer, unless it has one."""
         if chunk in self._lent or self._take_idle(chunk):
             return
+        self._land()
         self._free_idle()
         if not self._fits(gathered_bytes + chunk.full_bytes):
             self._wait()
@@ -102,6 +108,7 @@ class _GradientMemory(Generic[ChunkT]):
         """Give back what is not needed if full buffers have no room beside it."""
         if not self._fits(gathered_bytes):
             self._wait()
+            self._land()
             self._free_idle()
 
     def reduce_all_but(self, waiting: Sequence[ChunkT]) -> None:
@@ -110,6 +117,7 @@ class _GradientMemory(Generic[ChunkT]):
             self._reduce(chunk)
 
     def _reduce(self, chunk: ChunkT) -> None:
+        self._land()
         self._wait()
         place, buffer = self._placement.of(chunk), self._lent.pop(chunk)
         if self._placement.world_size == 1:
@@ -123,13 +131,19 @@ class _GradientMemory(Generic[ChunkT]):
             staged = chunk.shard_bytes
         self.used += staged
         self._running = (chunk.is_own_master, buffer, staged)
+        self._leaves_next = staged if place.param_tier == "disk" or staged >= _AT_ONCE_BYTES else 0
 
     def _wait(self) -> None:
         if self._running is not None:
             kind, buffer, staged = self._running
             self._running = None
             self._idle.append((kind, buffer))
-            self.used -= staged
+            self._leaving += self._leaves_next
+            self.used -= staged - self._leaves_next
+
+    def _land(self) -> None:
+        self.used -= self._leaving
+        self._leaving = 0
 
     def finish(self) -> int:
         """Reduce what is left and free all buffers; return the most bytes on the way."""
@@ -138,5 +152,6 @@ class _GradientMemory(Generic[ChunkT]):
             self._reduce(chunk)
             most = max(most, self.used)
         self._wait()
+        self._land()
         self._free_idle()
         return most
