@@ -44,8 +44,10 @@ class Pair(nn.Module):
 class Results(nn.Module):
     """Many results of one input: of layers in a row and side by side, called twice, late, and recomputed."""
 
-    def __init__(self) -> None:
+    def __init__(self, owns: bool) -> None:
         super().__init__()
+        # The model's own backward then comes first, and its forward ends last.
+        self.scale = nn.Parameter(torch.ones(WIDTH)) if owns else 1.0
         self.trunk = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.pairs = nn.ModuleList(Pair() for _ in range(2))
         self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -56,7 +58,7 @@ class Results(nn.Module):
     def forward(self, x: Tensor, late: bool) -> list[Tensor]:
         results = [self.twice(x)]
         for layer in self.trunk:
-            x = layer(x).tanh()
+            x = layer(x).tanh() * self.scale
         for pair in self.pairs:
             x, other = pair(x)
             results.append(other)
@@ -78,9 +80,9 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return torch.stack([results[index].square().mean() for index in chosen]).sum()
 
 
-def check_losses(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+def check_losses(rank: int, world_size: int, settings: dict[str, Any], owns: bool) -> None:
     torch.manual_seed(0)
-    plain = Results()
+    plain = Results(owns)
     module = copy.deepcopy(plain)
     model = GeminiDDP(module, precision="fp32", **settings)
     optimizer = GeminiOptimizer(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1), model)
@@ -100,7 +102,10 @@ def check_losses(rank: int, world_size: int, settings: dict[str, Any]) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("owns", [False, True], ids=["", "root"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("settings", SETTINGS, ids=["smallest", "equal", "two", "three", "offloaded", "gathered"])
-def test_losses_may_follow_from_different_results_on_each_rank(settings: dict[str, Any], world_size: int) -> None:
-    run_ranks(check_losses, world_size, settings, timeout_s=90)
+def test_losses_may_follow_from_different_results_on_each_rank(
+    settings: dict[str, Any], world_size: int, owns: bool
+) -> None:
+    run_ranks(check_losses, world_size, settings, owns, timeout_s=90)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,65 @@ def test_what_does_not_fit_beside_activations_is_refused_with_what_would() -> No
     stats = trace_model(Chain(), [batch(40)], loss=loss_of, dtype=torch.bfloat16)  # type: ignore[arg-type] # a tensor
     with pytest.raises(PlacementError, match=r"A step takes [\d,]+ bytes beside them"):
         GeminiDDP(Chain(), device_capacity=20_000, memstats=stats, **given)
+
+
+@pytest.mark.parametrize("capacity", [80_000, 90_000])
+def test_inputs_may_grow_and_shrink_with_the_settings_as_they_come(capacity: int) -> None:
+    """What one rank placed on the device at first may leave it, too."""
+    model = GeminiDDP(Chain(), placement_policy="auto", device_capacity=capacity, **SMALL)
+    optimizer = GeminiAdamOptimizer(model, lr=1e-2)
+    whole = GeminiDDP(Chain(), **SMALL)
+    wanted = GeminiAdamOptimizer(whole, lr=1e-2)
+    for length in (8, 8, 60, 8, 60):
+        assert step(model, optimizer, length) == step(whole, wanted, length)
+    assert any(chunk.tier != "device" for chunk in model.chunk_manager.chunks)
+
+
+def test_where_less_memory_trains_more_does(caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {"placement_policy": "auto", **SMALL}
+    for capacity in range(24_000, 130_000, 2_000):
+        model = GeminiDDP(Chain(), device_capacity=capacity, **given)
+        optimizer = GeminiAdamOptimizer(model)
+        for _ in range(3):
+            step(model, optimizer)
+        assert model.memory_usage()["device"]["peak"] <= capacity  # type: ignore[operator] # it is a number
+    assert not caplog.records
+
+
+def test_no_mode_outlives_its_model_or_hinders_another_s_record() -> None:
+    given: dict[str, Any] = {"placement_policy": "auto", **SMALL}
+
+    def recorded(model: GeminiDDP) -> int:
+        step(model, GeminiAdamOptimizer(model), 40)
+        assert model.memstats is not None
+        return model.memstats.max_non_model_bytes
+
+    alone = recorded(GeminiDDP(Chain(), **given))
+    model = GeminiDDP(Chain(), **given)
+    model(batch())
+    assert modes() == 1, "a step is under way"
+    del model
+    gc.collect()
+    assert modes() == 0
+    refused = GeminiDDP(Chain(), device_capacity=20_000, **given)
+    with pytest.raises(PlacementError):
+        loss_of(refused(batch(40))).backward()
+    assert recorded(GeminiDDP(Chain(), **given)) == alone, "though the refused one is still there"
+    assert modes() == 0
+
+
+def test_a_backward_that_fails_is_not_in_the_record() -> None:
+    model = GeminiDDP(Chain(), placement_policy="auto", **SMALL)
+    optimizer = GeminiAdamOptimizer(model)
+    handle = model.unwrap().layers[1].register_full_backward_hook(_fail)  # type: ignore[index,union-attr] # a list
+    with pytest.raises(ValueError, match="no gradient"):
+        loss_of(model(batch())).backward()
+    handle.remove()
+    step(model, optimizer)
+    paper = trace_model(Chain(), [batch()], loss=loss_of, dtype=torch.bfloat16)  # type: ignore[arg-type] # a tensor
+    assert model.memstats is not None
+    assert len(model.memstats.accesses) == len(paper.accesses)
+
+
+def _fail(*_: object) -> None:
+    raise ValueError("no gradient")

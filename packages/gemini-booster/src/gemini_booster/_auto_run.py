@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -14,10 +15,13 @@ from gemini_chunk import Chunk, ChunkManager, TierFullError, TierName
 from gemini_placement import AutoPlacementPolicy, MemStats, Placement, PlacementError, Plan
 from gemini_placement.interfaces import Trace
 
-# In how many steps model states are given more of the device before anything was measured, if they need it.
-_WARM_UP_BUDGETS = 20
-# How often a placement is tried again whose plan takes more than there is.
-_TRIES = 5
+logger = logging.getLogger("gemini_booster")
+
+# What a step takes beyond resting bytes may be foretold too low by this share.
+_INACCURACY = 0.05
+
+# In how many steps model states are given more of the device before anything was measured, or less once that is.
+_BUDGETS = 20
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 
@@ -46,6 +50,7 @@ class AutoRun:
     Attributes:
         memstats: the record, once there is one.
         placement: where chunks rest, or will once no gradient is in the way.
+        first_step: records the first training step; None once that is done, or where nothing is to be recorded.
     """
 
     def __init__(
@@ -58,8 +63,8 @@ class AutoRun:
         self._total = total
         self._shards: Sequence[ChunkShard] = ()
         self._exchange: Exchange = lambda numbers: [list(numbers)]
-        self._first_step: FirstStep | None = None
-        self._is_moving = False
+        self.first_step: FirstStep | None = None
+        self._is_moving = self._has_warned = False
         self._elements = self._budget = self._slack = 0
         self.placement = self._place()
 
@@ -74,7 +79,7 @@ class AutoRun:
         self._shards = shards
         self._exchange = exchange
         if self.memstats is None:
-            self._first_step = FirstStep(module, self._device)
+            self.first_step = FirstStep(module, self._device)
 
     def _place(self) -> Placement[Chunk]:
         if self._total is None:
@@ -90,7 +95,7 @@ class AutoRun:
             try:
                 return self._with_slack(self._try(budget))
             except PlacementError:
-                budget += max(1, self._total // _WARM_UP_BUDGETS)
+                budget += max(1, self._total // _BUDGETS)
         return self._try(self._total)
 
     def _with_slack(self, placement: Placement[Chunk]) -> Placement[Chunk]:
@@ -114,23 +119,28 @@ class AutoRun:
         self._move()
         if trains and self._total is not None:
             self._leave_room(sum(leaf.numel() for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)))
-        if trains and self._first_step is not None:
-            self._first_step.enter()
+        if trains and self.first_step is not None:
+            self.first_step.enter()
 
     def end_forward(self, *, failed: bool) -> None:
         """Hear that the forward is over."""
-        if self._first_step is not None:
+        if self.first_step is not None:
             if failed:
-                self._first_step.cancel()
+                self.first_step.cancel()
             else:
-                self._first_step.leave()
+                self.first_step.leave()
 
     def end_recording(self) -> None:
         """Leave nothing of a recorded step behind, if it is over."""
-        if self._first_step is not None and not self._first_step.is_recording:
-            self._first_step.leave_mode()
+        if self.first_step is not None and not self.first_step.is_recording:
+            self.first_step.leave_mode()
             if self.memstats is not None:
-                self._first_step = None
+                self.first_step = None
+
+    def forget_step(self) -> None:
+        """Begin the record anew: the step that it was of has failed."""
+        if self.first_step is not None:
+            self.first_step.cancel()
 
     def _leave_room(self, elements: int) -> None:
         """Take from model states what a step needs whose inputs have more elements than those that were measured."""
@@ -147,6 +157,15 @@ class AutoRun:
             self.placement = self._policy.evict(self.placement, capacities=capacities)
             self._is_moving = True
             self._move()
+        if whole - others < self._least and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "A step with these inputs takes about %d bytes of the device beside model states, which cannot take "
+                "less than %d of the %d for both: fp32 parameters, and optimizer states on the device, stay there.",
+                others,
+                self._least,
+                whole,
+            )
         self._device.capacity = max(whole - others, self._least)
 
     @property
@@ -163,27 +182,13 @@ class AutoRun:
         Raises:
             PlacementError: model states and activations do not fit together.
         """
-        if self._first_step is None or not self._first_step.is_recording:
+        if self.first_step is None or not self.first_step.is_recording:
             return None
-        self.memstats = self._first_step.finish()
+        self.memstats = self.first_step.finish()
         if self._total is None:
             return None
         self._budget = -self._most(-self._policy.model_bytes(self._total, self.memstats))
-        limit = self._budget
-        for _ in range(_TRIES):
-            try:
-                placement = self._policy.place_again(self.placement, capacities=self._capacities | {"device": limit})
-            except PlacementError as error:
-                raise self._refusal(error.needed, "The first step took") from None
-            plan = self._policy.schedule(trace, placement)
-            peak = self._most(plan.peak_bytes["device"])
-            if peak <= self._budget:
-                break
-            limit -= peak - self._budget  # the plan takes more than is known of chunks without an order of use
-            if limit < 0:
-                raise self._refusal(plan.peak_bytes, "The first step took")
-        else:
-            raise self._refusal(plan.peak_bytes, "The first step took")
+        placement, plan, peak = self._fit(trace)
         self.placement = placement
         self._slack = max(0, peak - placement.needed_bytes["device"])
         self._device.capacity = self._budget
@@ -192,15 +197,40 @@ class AutoRun:
         self._is_moving = True
         return plan
 
+    def _fit(self, trace: Trace[Chunk]) -> tuple[Placement[Chunk], Plan[Chunk], int]:
+        """Return a placement whose plan fits, with as much on the device as may be, the plan, and its peak there."""
+        least: Mapping[TierName, int] | None = None
+        tried = ""
+        for number in range(_BUDGETS):
+            # The plan may take more than is known of chunks without an order of use: then they are given less.
+            limit = self._budget - number * self._budget // _BUDGETS
+            try:
+                placement = self._policy.place_again(self.placement, capacities=self._capacities | {"device": limit})
+            except PlacementError as error:
+                least = least or error.needed
+                break
+            if placement.digest == tried:
+                continue
+            tried = placement.digest
+            plan = self._policy.schedule(trace, placement)
+            beyond = plan.peak_bytes["device"] - placement.resting_bytes["device"]
+            peak = self._most(plan.peak_bytes["device"] + int(_INACCURACY * beyond))
+            if peak <= self._budget:
+                return placement, plan, peak
+            if least is None or peak < least["device"]:
+                least = {**plan.peak_bytes, "device": peak}
+        assert least is not None, "the first budget was tried"
+        raise self._refusal(least, "The first step took")
+
     def _most(self, amount: int) -> int:
         return max(numbers[0] for numbers in self._exchange([amount]))
 
     def _refusal(self, needed: Mapping[TierName, int], who: str) -> PlacementError:
         """Return an error that says what activations have to do with it."""
         assert self._total is not None
-        share = self._policy.steady_cuda_cap_ratio
-        others = int(self._total * share) - self._budget
-        enough = int((needed["device"] + others) / share) + 1
+        assert self.memstats is not None
+        share, others = self._policy.steady_cuda_cap_ratio, self._most(self.memstats.max_non_model_bytes)
+        enough = int(((1 + _INACCURACY) * needed["device"] + others) / share) + 1
         return PlacementError(
             f"{who} {others:,} bytes beside them, so this is what is left of the device's {self._total:,}. Use "
             f"activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes.",

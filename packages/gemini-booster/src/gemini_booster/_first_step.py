@@ -17,7 +17,8 @@ class FirstStep:
     There memory is counted by a dispatch mode that sees the results of all operations. It must be on in the loss and in
     backward, too, which the user calls, and autograd takes the modes for backward from where it was called. So it is
     entered in forward and left when the optimizer steps, or at the next forward; after backward it counts nothing.
-    Where modes of the user's are on it would be left in the wrong order, so it is on in forward only.
+    Modes are left in the reverse order. So one of another model that has counted all it should is left by whoever comes
+    next, and where modes of the user's are on, ours is on in forward only.
 
     Args:
         module: the model.
@@ -44,8 +45,10 @@ class FirstStep:
             self._meter = MemoryMeter() if on_cpu else None
             self._recorder = StepRecorder(self._module, self._meter or _AcceleratorMeter(self._device))
             self._recorder.start()
+        _leave_idle()
         if self._meter is not None and not self._is_entered:
-            self._stays = torch._C._len_torch_dispatch_stack() == 0
+            self._stays = all(isinstance(mode, MemoryMeter) for mode in _modes())
+            self._meter.is_on = True
             self._meter.__enter__()  # type: ignore[no-untyped-call] # torch's modes are untyped
             self._is_entered = True
 
@@ -72,10 +75,22 @@ class FirstStep:
 
     def leave_mode(self) -> None:
         """Leave the dispatch mode, if it is still on."""
-        depth = torch._C._len_torch_dispatch_stack()
-        if self._is_entered and depth and torch._C._get_dispatch_stack_at(depth - 1) is self._meter:
-            self._is_entered = False
-            self._meter.__exit__(None, None, None)
+        if self._is_entered and self._meter is not None:
+            self._is_entered = self._meter.is_on = False
+            _leave_idle()
+
+
+def _modes() -> list[object]:
+    """Return the dispatch modes that are on, the innermost last."""
+    return [torch._C._get_dispatch_stack_at(index) for index in range(torch._C._len_torch_dispatch_stack())]
+
+
+def _leave_idle() -> None:
+    """Leave the innermost modes of ours that count nothing any more."""
+    for mode in reversed(_modes()):
+        if not isinstance(mode, MemoryMeter) or mode.is_on:
+            return
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch's modes are untyped
 
 
 class _AcceleratorMeter:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gemini_booster._auto_run import AutoRun, device_total
+from gemini_booster._first_step import FirstStep
 from gemini_booster._launch import check_world_size, group_of
 from gemini_booster._modules import check_called, compute_in_fp32, find_modules, params_of
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
@@ -233,7 +234,9 @@ class GeminiDDP(ZeroDDP[Chunk]):
             place = placement.of(chunk)
             states[chunk] = manager.tier(place.optim_tier)
             master: TierName | None = place.optim_tier if master_weights else None
-            manager.close(chunk, rest=place.param_tier, master=master, keep_gathered=place.keep_gathered)
+            # What a single rank has on the device is gathered as long as it rests there, and may leave it later.
+            keep = place.keep_gathered and manager.world_size > 1
+            manager.close(chunk, rest=place.param_tier, master=master, keep_gathered=keep)
             for info in chunk.tensors:
                 forget(info.tensor)
         _settle_buffers(module, device.device, manager.collectives)
@@ -269,6 +272,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         self.shards: Sequence[ChunkShard] = _shards(states, host)
         if auto is not None:
             auto.start(module, self.shards, self._ranks.exchange)
+            weakref.finalize(self, _end, auto.first_step).atexit = False
         if verbose and manager.collectives.rank == 0:
             logger.info("%s\n%s", manager.describe(), placement.describe())
 
@@ -287,6 +291,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
         auto = self._auto
         if auto is None:
             return super().forward(*args, **kwargs)
+        if self.is_interrupted:
+            auto.forget_step()
         auto.begin_forward((args, kwargs), trains=self.training and torch.is_grad_enabled())
         try:
             output = super().forward(*args, **kwargs)
@@ -324,6 +330,12 @@ class GeminiDDP(ZeroDDP[Chunk]):
                 continue
             value = self.chunk_manager.full_master(entry)
             yield name, value.to(dtype) if value.is_floating_point() else value
+
+
+def _end(first_step: FirstStep | None) -> None:
+    """Leave nothing of a recorded step behind when its model goes."""
+    if first_step is not None:
+        first_step.cancel()
 
 
 def _shards(states: Mapping[Chunk, Tier], host: Tier) -> Sequence[ChunkShard]:

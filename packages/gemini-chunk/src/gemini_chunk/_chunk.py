@@ -479,6 +479,7 @@ class Chunk(UsedLayout):
         self._need_closed()
         if self._master is None or self._master_tier is None or tier is self._master_tier:
             return
+        self._mover.finish_update()  # it reads them
         target = tier.allocate(self.shard_numel, self.master_dtype, f"{self.name} master weights")
         target.copy_(self._master)
         tier.receive(self._master_tier, target.nbytes)

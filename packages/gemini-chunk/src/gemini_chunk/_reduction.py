@@ -111,6 +111,7 @@ class Reduction:
         if self._running is not None:
             self.wait()
         if self._buffer is None:
+            self.land()  # the last gradient may be on its way still, and has memory of the device
             chunk = self._chunk
             self._buffer, self._pool = pool.take(chunk.numel, chunk.reduce_dtype), pool
             if chunk._device.poisons:
@@ -148,7 +149,7 @@ class Reduction:
         assert pool is not None, "it has lent the buffer"
         try:
             is_kept = self._settle(reduced, lambda: self._give_back_buffer(buffer, pool))
-        except TierFullError:
+        except (TierFullError, OSError):  # no room there, or none on the disk
             self._buffer = buffer
             raise
         except ChunkError:

@@ -313,9 +313,7 @@ class Course(Generic[ChunkT]):
             run.schedule = None
         schedule = run.schedule
         if phase == "forward" and run.mode is not None and run.mode[1]:
-            self._calls += 1
             scope.num_calls += 1
-            scope.last_call = self._calls
         on_course = schedule is not None and schedule.follows(key)
         if on_course and schedule is not None and schedule.is_quiet and not self._debug:
             chunks, idle = self._needs[phase][scope.index], self._idle
@@ -343,6 +341,12 @@ class Course(Generic[ChunkT]):
 
     def _in_use(self, ended: tuple[Scope, ...]) -> tuple[_Key, ...]:
         return tuple(key for key in self._uses.in_use() if key[1] == "forward" or key[0] not in ended)
+
+    def note_end_of_call(self, scope: Scope) -> None:
+        """Hear that a scope's call in forward is over. Backward first comes to the one that was over last."""
+        if self._run.mode is not None and self._run.mode[1]:
+            self._calls += 1
+            scope.last_call = self._calls
 
     def note_gradient(self, chunk: ChunkT) -> None:
         """Hear that a gradient of a chunk is about to be taken."""

@@ -239,6 +239,8 @@ class Engine(Generic[ChunkT]):
         if self._stack:
             self._pin_what_escapes(tensors)
         recompute = _in_autograd()
+        if not recompute:
+            self._course.note_end_of_call(scope)
         if recompute and torch.is_grad_enabled() and not scope.in_backward:
             self._start_scope_backward(scope, begun=params)
             self._recomputed[scope] = None
@@ -480,9 +482,14 @@ class Engine(Generic[ChunkT]):
         self._in_backward = False
         self._uncompiled.release()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the last backward never came to its end."""
+        return self._in_backward and not _in_autograd()
+
     def end_interrupted_step(self) -> None:
         """Return to rest if the last backward never came to its end."""
-        if self._in_backward and not _in_autograd():
+        if self.is_interrupted:
             self.reset()
 
     def reset(self) -> None:

@@ -37,7 +37,8 @@ class Scope:
         in_backward: whether its parameters are in use for its backward.
         is_done: whether nothing of that backward is left to come on this rank.
         num_calls: how often forward called it in this step.
-        last_call: when forward called it last in this step, counted in calls; 0 if it did not.
+        last_call: when the last of its calls in this step's forward ended, counted in ends; 0 if none did. That of
+            a module around others ends after theirs, and its backward comes first.
         reaches_backward: whether backward may enter a call of this step.
         hides_outputs: whether backward was seen to reach its operations other than through what it returns.
     """

@@ -142,6 +142,11 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         return self.store.memory_usage()
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether the last backward never came to its end; the next forward forgets it."""
+        return self._engine.is_interrupted
+
+    @property
     def deviations(self) -> int:
         """Accesses that came out of the recorded order so far."""
         return self._engine.deviations

@@ -47,6 +47,7 @@ class BlockUpdate:
         self._optim = optim
         self._memory = memory
         self._block_numel = block_numel
+        self._is_known = type(optim) in _KNOWN_ADAMS
         self._scratch: dict[torch.device, Tensor] = {}
 
     def run(
@@ -71,7 +72,7 @@ class BlockUpdate:
                 grad.mul_(multiplier)
             piece.param.data = master
             piece.param.grad = grad
-            if not piece.state:
+            if self._is_known and "step" not in piece.state:
                 self._allocate_ahead(piece)
         self._call_optimizer(batch)
         for piece in batch:
@@ -83,14 +84,15 @@ class BlockUpdate:
         return self._scratch[device]
 
     def _allocate_ahead(self, piece: Piece) -> None:
-        """Create the state of the Adams that we know, so that not even the first step holds it twice."""
-        if type(self._optim) not in _KNOWN_ADAMS:
-            return
+        """Create the state of the Adams that we know, so that not even the first step holds it twice.
+
+        The count of steps comes last: where there is no room for the rest, a later step goes on from there.
+        """
         group = self._optim.param_groups[piece.group_index]
         on_device = group["fused"] or group["capturable"]
-        piece.state["step"] = torch.zeros((), dtype=torch.float32, device=piece.param.device if on_device else "cpu")
         for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]:
             self._memory.take(piece, name, torch.float32).zero_()
+        piece.state["step"] = torch.zeros((), dtype=torch.float32, device=piece.param.device if on_device else "cpu")
 
     def _call_optimizer(self, batch: Sequence[Piece]) -> None:
         groups: list[dict[str, Any]] = self._optim.param_groups
