@@ -199,28 +199,30 @@ class AutoRun:
 
     def _fit(self, trace: Trace[Chunk]) -> tuple[Placement[Chunk], Plan[Chunk], int]:
         """Return a placement whose plan fits, with as much on the device as may be, the plan, and its peak there."""
-        least: Mapping[TierName, int] | None = None
-        tried = ""
-        for number in range(_BUDGETS):
+        away = self._policy.evict(self.placement, capacities=self._capacities | {"device": 0})
+        floor, tried = away.needed_bytes["device"], ""
+        tight: tuple[Placement[Chunk], Plan[Chunk], int] | None = None
+        for number in range(_BUDGETS + 1) if floor <= self._budget else ():
             # The plan may take more than is known of chunks without an order of use: then they are given less.
-            limit = self._budget - number * self._budget // _BUDGETS
+            limit = self._budget - number * (self._budget - floor) // _BUDGETS
             try:
                 placement = self._policy.place_again(self.placement, capacities=self._capacities | {"device": limit})
-            except PlacementError as error:
-                least = least or error.needed
+            except PlacementError:
                 break
             if placement.digest == tried:
                 continue
             tried = placement.digest
             plan = self._policy.schedule(trace, placement)
-            beyond = plan.peak_bytes["device"] - placement.resting_bytes["device"]
-            peak = self._most(plan.peak_bytes["device"] + int(_INACCURACY * beyond))
+            peak = self._most(plan.peak_bytes["device"])
+            if peak <= self._budget and tight is None:
+                tight = placement, plan, peak
+            peak += int(_INACCURACY * self._most(plan.peak_bytes["device"] - placement.resting_bytes["device"]))
             if peak <= self._budget:
                 return placement, plan, peak
-            if least is None or peak < least["device"]:
-                least = {**plan.peak_bytes, "device": peak}
-        assert least is not None, "the first budget was tried"
-        raise self._refusal(least, "The first step took")
+        if tight is not None:
+            return tight
+        needed = self._policy.schedule(trace, away).peak_bytes
+        raise self._refusal({**needed, "device": max(self._most(needed["device"]), floor)}, "The first step took")
 
     def _most(self, amount: int) -> int:
         return max(numbers[0] for numbers in self._exchange([amount]))
@@ -230,7 +232,7 @@ class AutoRun:
         assert self._total is not None
         assert self.memstats is not None
         share, others = self._policy.steady_cuda_cap_ratio, self._most(self.memstats.max_non_model_bytes)
-        enough = int(((1 + _INACCURACY) * needed["device"] + others) / share) + 1
+        enough = int((needed["device"] + others) / share) + 1
         return PlacementError(
             f"{who} {others:,} bytes beside them, so this is what is left of the device's {self._total:,}. Use "
             f"activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes.",

@@ -111,7 +111,12 @@ class AutoPlacementPolicy:
         # Optimizer states move first, for parameters have their gradient in their place until it has been used.
         midway = [replace(before, optim_tier=after.optim_tier) for before, after in zip(old, reachable, strict=True)]
         choice = old
-        if problem.allows(midway) and problem.allows(reachable):
+        at_first = needed_bytes(chunks, old, problem.ahead)["device"]  # there is room for it, for it is there
+        device = capacities["device"]
+        passing = replace(
+            problem, capacities={**capacities, "device": None if device is None else max(device, at_first)}
+        )
+        if passing.allows(midway) and problem.allows(reachable):
             choice = reachable
         elif not problem.allows(old):
             needed = needed_bytes(chunks, old, self._ahead(world_size))
