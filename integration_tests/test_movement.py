@@ -76,7 +76,7 @@ def test_losses_are_bit_identical_over_depths_and_placements(world_size: int, tm
 
 def check_capacity(rank: int, world_size: int, folder: str) -> None:
     wanted = train(rank, small_model(folder))
-    for capacity in ("220kB", "300kB"):  # activations included
+    for capacity in ("240kB", "320kB"):  # activations included
         settings = {"placement_policy": "auto", "device_capacity": capacity, "max_prefetch": 1, "max_fetch": 2}
         model = small_model(folder, **settings)
         assert any(step.fetch for step in model.plans[0].steps) if model.plans else True

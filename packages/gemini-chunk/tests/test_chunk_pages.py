@@ -17,7 +17,7 @@ PAGE_BYTES = resource.getpagesize()
 def page_faults(call: Callable[[], None]) -> int:
     """Return the pages that a call touched first; the least of several, for others may want memory, too."""
     taken = []
-    for _ in range(4):
+    for _ in range(12):  # it takes the C library some steps to have blocks of all sizes
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         call()
         taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
