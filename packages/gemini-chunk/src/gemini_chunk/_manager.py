@@ -491,8 +491,9 @@ class ChunkManager:
         for tensor, gradient in gradients:
             chunk, info = self._entry(tensor)
             by_chunk.setdefault(chunk, []).append((info, gradient))
-        for chunk, taken in by_chunk.items():
-            chunk.take_gradients(taken, self._buffers)
+        with torch._C._DisableTorchDispatch():  # see `Tier.allocate`
+            for chunk, taken in by_chunk.items():
+                chunk.take_gradients(taken, self._buffers)
 
     def start_reduce(self, chunk: Chunk | Tensor) -> Handle:
         """Start to average a chunk's gradients over the ranks; every rank calls it for the same chunks in one order.
