@@ -175,23 +175,7 @@ class DelayedCollectives(_Wrapper):
         self.open = 0
 
     def _start(self, call: Call, tensors: tuple[Tensor, Tensor], start: Callable[[], Handle]) -> Handle:
-        watched = Watched(call.operation, *tensors)
-        self.open += 1
-        done = False
-
-        def finish() -> None:
-            nonlocal done
-            if done:
-                return
-            done = True
-            self.open -= 1
-            fault = watched.fault()
-            if fault is not None:
-                self.faults.append(fault)
-                raise AssertionError(fault)
-            start().wait()
-
-        return Waiting(finish)
+        return _when_waited_for(self, Watched(call.operation, *tensors), lambda: start().wait())
 
 
 class LateCopier:
@@ -219,25 +203,28 @@ class LateCopier:
         """See `gemini_chunk.Copier`."""
         if self._on_start is not None:
             self._on_start(source)
-        watched = Watched("copy", target, source)
-        self.open += 1
         self.started += 1
-        done = False
+        return _when_waited_for(self, Watched("copy", target, source), torch.no_grad()(lambda: target.copy_(source)))
 
-        @torch.no_grad()
-        def finish() -> None:
-            nonlocal done
-            if done:
-                return
-            done = True
-            self.open -= 1
-            fault = watched.fault()
-            if fault is not None:
-                self.faults.append(fault)
-                raise AssertionError(fault)
-            target.copy_(source)
 
-        return Waiting(finish)
+def _when_waited_for(late: DelayedCollectives | LateCopier, watched: Watched, act: Callable[[], object]) -> Handle:
+    """Return a handle whose first ``wait`` looks for what must not have happened until then, and acts."""
+    late.open += 1
+    done = False
+
+    def finish() -> None:
+        nonlocal done
+        if done:
+            return
+        done = True
+        late.open -= 1
+        fault = watched.fault()
+        if fault is not None:
+            late.faults.append(fault)
+            raise AssertionError(fault)
+        act()
+
+    return Waiting(finish)
 
 
 class FailingCopier:
