@@ -93,17 +93,17 @@ class AutoRun:
         budget = max(1, self._policy.model_bytes(self._total))
         while budget < self._total:
             try:
-                return self._with_slack(self._try(budget))
+                placement = self._try(budget)
             except PlacementError:
                 budget += max(1, self._total // _BUDGETS)
+            else:
+                # A step that nothing was foretold of may take more than its placement says.
+                self._device.capacity = self._total
+                return placement
         return self._try(self._total)
 
-    def _with_slack(self, placement: Placement[Chunk]) -> Placement[Chunk]:
-        """Let a step that nothing was foretold of take more than its placement says, up to all that there is."""
-        self._device.capacity = self._total
-        return placement
-
     def _try(self, budget: int | None) -> Placement[Chunk]:
+        """Place the chunks with a capacity of the device that stays, if they fit."""
         self._device.capacity = budget
         return self._policy.place(
             self._manager.chunks, capacities=self._capacities, world_size=self._manager.world_size
