@@ -10,18 +10,18 @@ from torch import Tensor
 
 from gemini_chunk._collectives import Collectives, Done, Handle, LocalCollectives, Waiting
 from gemini_chunk._errors import ChunkError
-from gemini_chunk._full import FullBuffer, hide, refuse_writes, settle_states, show, written
+from gemini_chunk._full import hide, settle_states, show
 from gemini_chunk._gathering import Gathering
+from gemini_chunk._held import HeldLayout
 from gemini_chunk._moving import Mover
 from gemini_chunk._reduction import BufferPool, Reduction
 from gemini_chunk._states import TensorInfo, TensorState
 from gemini_chunk._synchronise import Synchronise, Synchroniser
 from gemini_chunk._tensors import assemble, local_value, resting_values, write
-from gemini_chunk._tiers import Tier, TierName
-from gemini_chunk._uses import UsedLayout
+from gemini_chunk._tiers import Tier
 
 
-class Chunk(UsedLayout):
+class Chunk(HeldLayout):
     """A fixed-size, contiguous, single-dtype run of elements that holds consecutive tensors.
 
     Life: `append` tensors, `close` once, then `gather` and `release` as often as needed. While gathered each tensor's
@@ -34,10 +34,6 @@ class Chunk(UsedLayout):
 
     An error leaves the chunk as it was, or at rest: with the tensors released, every byte accounted for and, where a
     reduction failed, without the gradient.
-
-    [Note: Bytes held once]
-    A chunk that stays gathered, and a chunk of a single rank that rests on the compute device, hold their bytes once:
-    the shard is this rank's slice of the full buffer.
 
     Args:
         numel: elements of the full buffer, a multiple of the world size.
@@ -79,6 +75,7 @@ class Chunk(UsedLayout):
         super().__init__(
             numel,
             dtype,
+            device=device,
             rank=self._collectives.rank,
             world_size=self._collectives.world_size,
             name=name,
@@ -91,17 +88,10 @@ class Chunk(UsedLayout):
         self.sent_bytes = 0
         self.generation = 0
         self.reduce_dtype = dtype if reduce_dtype is None else reduce_dtype
-        self._device = device
         self._debug = debug
         self._set_open()
 
     def _set_open(self) -> None:
-        self._rest = self._device
-        self._keep = self._aliased = self._closed = self._visible = self._full_valid = False
-        self._shard = torch.empty(0, dtype=self.dtype)
-        self._master: Tensor | None = None
-        self._master_tier: Tier | None = None
-        self._full: FullBuffer | None = None
         self._gathering = Gathering(self)
         self._mover = Mover(self)
         self._with_gradient: set[TensorInfo] = set()
@@ -114,31 +104,6 @@ class Chunk(UsedLayout):
     # -- facts --------------------------------------------------------------------------------------------------------
 
     @property
-    def tier(self) -> TierName:
-        """Where the shard rests."""
-        return self._rest.name
-
-    @property
-    def rest(self) -> Tier:
-        """The tier where the shard rests."""
-        return self._rest
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the tensors may be read now."""
-        return self._visible
-
-    @property
-    def keeps_gathered(self) -> bool:
-        """Whether release keeps the full buffer."""
-        return self._aliased
-
-    @property
-    def can_release(self) -> bool:
-        """Whether the full buffer is there and nobody uses it."""
-        return self._visible and not self._aliased and self.users == 0
-
-    @property
     def is_fetched(self) -> bool:
         """Whether the shard was fetched for a gather that has not started, or is on its way."""
         return self._gathering.is_fetched
@@ -147,11 +112,6 @@ class Chunk(UsedLayout):
     def can_fetch(self) -> bool:
         """Whether `start_fetch` would start something."""
         return self._closed and self._gathering.can_fetch
-
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes of the compute device that a gather would take now."""
-        return 0 if self._full is not None and self._full.is_held else self.full_bytes
 
     @property
     def stages_gradient(self) -> bool:
@@ -234,7 +194,8 @@ class Chunk(UsedLayout):
                     write(self, info, synchroniser.value(info, source))
                 synchroniser.finish()
             except BaseException:
-                self._free_all()
+                self._free_memory()
+                self._set_open()
                 raise
             self._sources.clear()
             self._closed = True
@@ -245,55 +206,17 @@ class Chunk(UsedLayout):
                 self._hide()
             self._page_out()
 
-    def _allocate(self, rest: Tier, keep_gathered: bool, master: Tier | None) -> None:
-        self._rest, self._keep = rest, keep_gathered
-        self._full = FullBuffer(self.numel, self.dtype, self._device, f"{self.name} full buffer", self.tensors)
-        if keep_gathered or (self._world_size == 1 and rest is self._device):
-            self._alias()
-        else:
-            self._shard = rest.allocate(self.shard_numel, self.dtype, f"{self.name} parameters")
-        if master is not None and self.trainable and (self.dtype != self.master_dtype or master is not rest):
-            self._master_tier = master
-            self._master = master.allocate(self.shard_numel, self.master_dtype, f"{self.name} master weights")
-            self._master[self.valid_numel :] = 0
-        self._shard[self.valid_numel :] = 0
-
-    def _alias(self) -> None:
-        """Let the shard be a slice of the full buffer from now on."""
-        assert self._full is not None
-        self._full.take()
-        # Padding between the used elements and the next multiple of the world size travels in collectives.
-        self._full.data[self.used_numel :] = 0
-        with torch.inference_mode(False):  # an optimizer will write to this view
-            self._shard = self._own_part(self._full.data)
-        self._aliased = True
-
-    def _own_part(self, full: Tensor) -> Tensor:
-        return full.narrow(0, self._rank * self.shard_numel, self.shard_numel)
-
-    def _free_all(self) -> None:
-        if self._full is not None:
-            if not self._aliased:
-                self._rest.free(self._shard)
-            self._full.free()
-        if self._master is not None and self._master_tier is not None:
-            self._master_tier.free(self._master)
-        self._set_open()
-
     def free(self) -> None:
         """Give all memory back. The chunk is empty and open then, and its tensors stay placeholders."""
         if self._closed:
             self.reset()
             self._visible = False
             hide(self.tensors)
-            self._free_all()
+            self._free_memory()
+            self._set_open()
         self.tensors = ()
         self.used_numel = 0
         self._sources.clear()
-
-    def _need_closed(self) -> None:
-        if not self._closed:
-            raise ChunkError(f"{self.name} is open: close it first.")
 
     # -- one tensor ---------------------------------------------------------------------------------------------------
 
@@ -419,32 +342,6 @@ class Chunk(UsedLayout):
             self._hide()
             self._drop_full()
 
-    def _travelling(self, buffer: Tensor) -> Tensor:
-        """The part of a full buffer that collectives carry: elements in use, rounded up to the world size."""
-        return buffer.narrow(0, 0, self.shard_numel * self._world_size)
-
-    def _drop_full(self) -> None:
-        self._full_valid = False
-        if not self._aliased and self._full is not None:
-            self._full.free()
-
-    def _show(self) -> None:
-        if not self._visible and (lost := written(self.tensors)):
-            if self._full is not None:
-                self._full.restore_placeholders()
-            refuse_writes(lost, self.name)
-        self._visible = True
-        show(self.tensors)
-
-    def _show_again(self) -> None:
-        """Show what was hidden for a gradient in the parameters' place, and is valid."""
-        if self._aliased and self._full_valid and not self._visible:
-            self._show()
-
-    def _hide(self) -> None:
-        self._visible = False
-        hide(self.tensors)
-
     # -- moving -------------------------------------------------------------------------------------------------------
 
     def move(self, tier: Tier) -> None:
@@ -499,17 +396,6 @@ class Chunk(UsedLayout):
         self._mover.finish()
         self._gathering.finish()
         self._reduction.wait()
-
-    def page_in(self, *, master: bool = False) -> None:
-        """Tell that the shard, and maybe the master weights, are needed soon: from the disk they are read ahead."""
-        self._rest.page_in(self._shard)
-        if master and self._master is not None and self._master_tier is not None:
-            self._master_tier.page_in(self._master)
-
-    def _page_out(self) -> None:
-        self._rest.page_out(self._shard)
-        if self._master is not None and self._master_tier is not None:
-            self._master_tier.page_out(self._master)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
