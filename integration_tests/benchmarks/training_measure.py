@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import math
 import resource
@@ -185,6 +186,7 @@ def _count(rank: int, world_size: int, case: Case, system: str) -> Counted:
         trainer = SYSTEMS[system](case)
         for index in range(_COUNTED_WARM_UP):
             trainer.step(case.batch(rank, index))
+        gc.collect()  # what is freed after the profile would be taken for held
     ids = case.batch(rank, _COUNTED_WARM_UP)
     rest, peak, stepping = _profiled_step(trainer, ids, sum(_allocations(building)))
     _, model_peak, _ = _profiled_step(trainer, ids[:1, :2], rest)

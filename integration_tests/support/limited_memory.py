@@ -13,6 +13,7 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -176,6 +177,7 @@ def train(case: str, shape: Shape, directory: str) -> None:
     """Run one case in this process."""
     import torch._dynamo  # noqa: F401 # optimizers import it when they are made: let it count as an import
 
+    threading.stack_size(MIB)  # RLIMIT_DATA counts a thread's stack as a whole: 8 MiB that nothing touches
     await_limit()
     if case == "PyTorch":
         train_torch(shape)

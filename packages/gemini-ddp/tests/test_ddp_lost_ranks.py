@@ -120,3 +120,26 @@ def test_rank_that_is_killed_is_named_by_the_other_with_the_module_it_came_to(tm
     text = (tmp_path / "out-0").read_text()
     assert "rank 0: forward of 'layers.2'" in text
     assert "rank 1: " in text
+
+
+SLOW_STORE = """
+import threading, time
+from gemini_ddp._ranks import Ranks, _keep_writing
+class SlowStore:
+    def set(self, key, value):
+        started.set()
+        time.sleep(0.3)
+        print("written", flush=True)
+started, ranks = threading.Event(), Ranks(None)
+ranks._board = SlowStore()
+_keep_writing(ranks)
+started.wait(30)
+"""
+
+
+def test_a_process_that_ends_lets_its_thread_return_from_the_store() -> None:
+    # Torch's stores are C++: a thread that came back from there to an interpreter taken down would abort the process.
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", SLOW_STORE]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr

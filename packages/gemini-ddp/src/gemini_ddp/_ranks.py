@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 _PULSE_S = 0.5
+_LAST_WRITE_S = 5.0  # a store that takes longer is given up when the ranks object or the process ends
 
 
 class Ranks:
@@ -47,7 +48,7 @@ class Ranks:
         if self._control is None:
             self._control = _control_group(self._group)
             self._board = _board(self._control)
-            threading.Thread(target=_write_down, args=(weakref.ref(self),), daemon=True, name="gemini_ddp").start()
+            _keep_writing(self)
         with torch._C._DisableTorchDispatch():  # who counts what the model's operations take must not count this
             mine = torch.tensor(numbers, dtype=torch.int64)
             everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -76,16 +77,32 @@ class Ranks:
         error.add_note("\n".join([f"Where each rank was last seen, as of rank {self.rank}:", *places]))
 
 
-def _write_down(reference: weakref.ref[Ranks]) -> None:
-    """Write down where the ranks object is until it is gone, or the store is."""
-    pause = threading.Event()
-    while (ranks := reference()) is not None:
+def _keep_writing(ranks: Ranks) -> None:
+    """Write down where the ranks object is until it is gone, or the store is, or the process ends.
+
+    The end of the process waits for the thread: one that returns from torch's code to an interpreter that is being
+    taken down aborts the process (https://docs.python.org/3.11/c-api/init.html#c.Py_FinalizeEx).
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=_write_down, args=(weakref.ref(ranks), over), daemon=True, name="gemini_ddp")
+    thread.start()
+    weakref.finalize(ranks, _end, thread, over)
+
+
+def _write_down(reference: weakref.ref[Ranks], over: threading.Event) -> None:
+    while not over.is_set() and (ranks := reference()) is not None:
         try:
             ranks.write_down()
         except Exception:  # the store is gone: the process group was destroyed
             return
         del ranks
-        pause.wait(_PULSE_S)
+        over.wait(_PULSE_S)
+
+
+def _end(thread: threading.Thread, over: threading.Event) -> None:
+    over.set()
+    if thread is not threading.current_thread():  # which may hold the ranks object last
+        thread.join(_LAST_WRITE_S)
 
 
 def _control_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -313,10 +313,9 @@ class StepRecorder:
         self._end_if_over(scope)
 
     def _on_gradient(self, name: str) -> None:
-        for scope in self._scopes.values():
-            if name in scope.expects:
-                scope.waiting.discard(name)
-                self._end_if_over(scope)
+        for scope in [scope for scope in self._active if name in scope.expects]:
+            scope.waiting.discard(name)
+            self._end_if_over(scope)
         self._accesses[-1].gradients.append(name)
 
     def _end_if_over(self, scope: _Scope) -> None:
@@ -373,8 +372,8 @@ class MemoryMeter(TorchDispatchMode):
             self.listener(storages)
         # Of a product of experts' matrices on paper torch knows the shape in bf16 only.
         known = func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor)
-        cast = (args, kwargs or {}) if known else tree_map_only(Tensor, _to_bf16, (args, kwargs or {}))
-        result = func(*cast[0], **cast[1])
+        call = (args, kwargs or {}) if known else tree_map_only(Tensor, _to_bf16, (args, kwargs or {}))
+        result = func(*call[0], **call[1])
         if not known:
             result = result.to(args[0].dtype)
         self._count(storages, result)
