@@ -274,6 +274,28 @@ def test_use_outside_the_owner_that_no_recorded_pass_saw_poisons_the_loss() -> N
     assert not default_loss(ZeroDDP(planless, PoisonStore(planless.parameters())), 1).isnan()
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_watched_step_finds_a_use_outside_the_owner_for_good(planned: bool) -> None:
+    torch.manual_seed(0)
+    module = LateBorrower()
+    plain = copy.deepcopy(module)
+    store = PoisonStore(module.parameters())
+    model = ZeroDDP(module, store, OneAhead() if planned else None)
+    default_loss(model, 0).backward()
+    module.borrow = plain.borrow = True
+    default_loss(model, 1).backward()
+    model.watch_next_step()
+    for step in range(2, 5):
+        plain.zero_grad()
+        for weight in store.weights:
+            weight.grad = None
+        for each in (plain, model):
+            default_loss(each, step).backward()
+        for (name, param), other in zip(plain.named_parameters(), module.parameters(), strict=True):
+            same_bits(store.gradient(other), param.grad, f"step {step}: {name}")
+        assert_at_rest(store)
+
+
 class NothingAhead(OneAhead):
     """Releases a chunk unless the next access needs it, and prefetches nothing."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import overload
 
@@ -70,11 +71,20 @@ class GeminiOptimizer(ZeroOptimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters; see `ZeroOptimizer.step`."""
+        """Update the parameters; see `ZeroOptimizer.step`.
+
+        After a step that was skipped the model watches the next one, for it may be that a branch taken for the first
+        time has used a weight outside the module that owns it, and found NaN there.
+        """
+        loss = None
         if closure is None:
             self.module.end_recording()
-            return super().step()
-        return super().step(closure)
+            super().step()
+        else:
+            loss = super().step(closure)
+        if self.get_grad_norm() == math.inf:
+            self.module.watch_next_step()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, those of backwards under ``no_sync`` as well.

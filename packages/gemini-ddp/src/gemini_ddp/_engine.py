@@ -48,7 +48,8 @@ class Engine(Generic[ChunkT]):
     A parameter, or a view of it, may be read by another module than its owner. The first pass in each mode runs under
     a ``TorchFunctionMode`` that sees such reads and adds the parameter to the innermost active scope for good; later
     passes run without it and see only what a module returns. Should a read be missed, for instance in a branch that
-    the first pass did not take, the placeholder's NaN shows in the loss.
+    the first pass did not take, the placeholder's NaN shows in the loss. Whoever sees that, say an optimizer whose
+    gradients are not finite, has the next pass watched again, and from then on the read is known.
 
     [Note: Hidden outputs]
     A module may hand on results in an object that cannot be searched, or leave them in an attribute. The first pass
@@ -97,6 +98,7 @@ class Engine(Generic[ChunkT]):
         self._active: dict[Scope, tuple[nn.Parameter, ...]] = {}
         self._recomputed: dict[Scope, None] = {}
         self._watch: ParameterReads | None = None
+        self._watches_next = False
         self._uncompiled = Uncompiled()
         self._memory: dict[int, list[tuple[int, int, nn.Parameter]]] = {}
         self._in_backward = False
@@ -131,6 +133,10 @@ class Engine(Generic[ChunkT]):
     def deviations(self) -> int:
         """Accesses that came out of the recorded order so far."""
         return self._course.deviations
+
+    def watch_next_step(self) -> None:
+        """Look for uses outside the owner in the next pass that records gradients, too."""
+        self._watches_next = True
 
     def remove_hooks(self) -> None:
         """Detach from the module."""
@@ -265,7 +271,8 @@ class Engine(Generic[ChunkT]):
         if mode[1]:
             self._layout.check()
         self._course.start_pass(mode)
-        if self._course.is_recording:
+        if self._course.is_recording or (self._watches_next and mode[1]):
+            self._watches_next = self._watches_next and not mode[1]
             self._uncompiled.hold()
             self._watch = ParameterReads(self._before_read, self._after_read)
             self._watch.__enter__()  # type: ignore[no-untyped-call] # torch's mode is untyped

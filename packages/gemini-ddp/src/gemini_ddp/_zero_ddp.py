@@ -151,6 +151,14 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         """Accesses that came out of the recorded order so far."""
         return self._engine.deviations
 
+    def watch_next_step(self) -> None:
+        """Let the next training forward find weights that are used outside the module that owns them.
+
+        The first does so by itself. A branch that it did not take may use such a weight later, and finds NaN; call this
+        once a loss or gradient was not finite, and the branch is right from the next time on. Every rank calls it.
+        """
+        self._engine.watch_next_step()
+
     def reset(self) -> None:
         """Return to rest after an interrupted step, dropping its gradients; the next forward does so by itself."""
         self._engine.reset()
