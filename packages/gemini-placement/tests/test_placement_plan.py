@@ -103,13 +103,22 @@ def test_without_prefetch_a_chunk_stays_for_its_next_use_alone(trace, kept) -> N
     assert len(plan.steps) == len(uses)
     stays = {chunk for index, chunk in enumerate(CHUNKS) if kept >> index & 1}
     for index, (use, step) in enumerate(zip(uses, plan.steps, strict=True)):
-        assert step.prefetch == ()
+        assert set(step.prefetch) == (set().union(*uses[1:]) & stays - use if index == 0 else set())
         following = uses[index + 1] if index + 1 < len(uses) else set()
         phase = trace.accesses[index].phase
         held = use - following - stays - set(step.release)
         for chunk in held:  # only over a gap within one phase
             back = next(i for i in range(index + 1, len(uses)) if chunk in uses[i])
             assert trace.accesses[back].phase == phase
+
+
+def test_the_first_access_starts_what_stays_gathered_in_the_order_of_use() -> None:
+    first, second, third, fourth, unused = CHUNKS[:5]
+    uses = [(first,), (third,), (second,), (fourth,)]
+    trace = PaperTrace(tuple(PaperAccess("forward", use) for use in uses))
+    plan = StaticPlacementPolicy(max_prefetch=1).schedule(trace, placed(kept=0b10110))  # second, third and unused
+    assert [step.prefetch for step in plan.steps] == [(third, second, fourth), (), (), ()]
+    assert unused not in plan.steps[0].prefetch
 
 
 def test_a_chunk_is_held_over_a_short_gap_within_a_phase() -> None:
@@ -196,7 +205,7 @@ def test_kept_chunks_are_gathered_once_and_never_released() -> None:
     policy = StaticPlacementPolicy(shard_param_frac=0.0, max_prefetch=1)
     plan = policy.schedule(there_and_back(chunks), policy.place(chunks, capacities=UNLIMITED, world_size=2))
     assert plan.gathers == 3
-    assert [step.prefetch for step in plan.steps] == [(chunks[1],), (chunks[2],), (), (), (), ()]
+    assert [step.prefetch for step in plan.steps] == [(chunks[1], chunks[2]), (), (), (), (), ()]
     assert not any(step.release for step in plan.steps)
     assert plan.peak_gathered_bytes == 3 * 4096
 

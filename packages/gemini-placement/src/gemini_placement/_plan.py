@@ -104,8 +104,9 @@ def plan_steps(
 
     A step starts with no chunk gathered but valid kept ones, and ends so. Between accesses stays what the next one
     uses, what is held for a later use, and what is ahead of its use: at most ``max_prefetch`` chunks, the soonest
-    used first. A chunk that would be started at the next access is kept rather than released. Beyond those, of the
-    chunks that rest off the device the soonest used are fetched, at most ``max_fetch`` at a time.
+    used first. A chunk that would be started at the next access is kept rather than released. Chunks that stay gathered
+    have their memory always, so the first access starts all of them. Beyond those, of the chunks that rest off the
+    device the soonest used are fetched, at most ``max_fetch`` at a time.
 
     Args:
         trace: the accesses of a step.
@@ -132,14 +133,13 @@ def plan_steps(
     uses = [(*use, *held) for use, held in zip(asked, holding, strict=True)]
     always_bytes = sum(c.full_bytes for c in placement.chunks if placement.of(c).keep_gathered)
 
-    # later[chunk]: accesses that still need it, in reverse. A kept chunk needs gathering for its first use only.
-    later: dict[ChunkT, list[int]] = {}
+    first_use: dict[ChunkT, int] = {}
+    later: dict[ChunkT, list[int]] = {}  # accesses that still need a chunk, in reverse
     for index in range(len(uses) - 1, -1, -1):
         for chunk in uses[index]:
-            indices = later.setdefault(chunk, [])
-            if chunk in kept:
-                indices.clear()
-            indices.append(index)
+            first_use[chunk] = index
+            if chunk not in kept:
+                later.setdefault(chunk, []).append(index)
     soonest = [_next_use(chunk, later, uses) for chunk in later]  # one entry for each chunk that has a use ahead
     heapq.heapify(soonest)
     away = [entry for entry in soonest if placement.of(entry[3]).param_tier != "device"]
@@ -170,6 +170,8 @@ def plan_steps(
             releases.append(tuple(c for c in uses[index - 1] if c not in kept and c not in ahead and c not in use))
             gathered.difference_update(releases[-1])
             now_bytes -= sum(chunk.full_bytes for chunk in releases[-1])
+        if index == 0:
+            chosen = sorted([*chosen, *kept.difference(use)], key=lambda chunk: (first_use[chunk], chunk.name))
         prefetches.append(tuple(chunk for chunk in chosen if chunk not in gathered))
         started = [c for c in (*use, *prefetches[-1]) if c not in gathered]
         gathers.update(started)

@@ -86,11 +86,11 @@ def check_plan(
 ) -> None:
     """Obey a plan on paper and assert that it is sound.
 
-    Every access finds its chunks gathered; nothing is gathered twice or released while ahead or needed next; beyond
-    what an access uses, at most ``max_prefetch`` chunks are gathered ahead of their use, ``max_held`` held from forward
-    to backward and one largest chunk's bytes held over, or what the busiest access needs; at most ``max_fetch`` chunks
-    are fetched and not gathered, each of them rests off the device and is gathered later; only kept chunks remain; the
-    predicted numbers are right.
+    Every access finds its chunks gathered; nothing is gathered twice or released while ahead or needed next; the first
+    access starts all chunks that stay gathered; beyond those and what an access uses, at most ``max_prefetch`` chunks
+    are gathered ahead of their use, ``max_held`` held from forward to backward and one largest chunk's bytes held over,
+    or what the busiest access needs; at most ``max_fetch`` chunks are fetched and not gathered, each of them rests off
+    the device and is gathered later; only kept chunks remain; the predicted numbers are right.
     """
     assert len(plan.steps) == len(trace.accesses), "A plan has one step for each access."
     kept = {chunk for chunk in placement.chunks if placement.of(chunk).keep_gathered}
@@ -113,7 +113,8 @@ def check_plan(
         assert not gathered & set(step.prefetch), f"Step {index} prefetches what is there already."
         gathers += len(step.prefetch)
         gathered |= set(step.prefetch)
-        ahead |= set(step.prefetch)
+        ahead |= set(step.prefetch) - kept
+        assert not kept.intersection(step.prefetch) or index == 0, f"Step {index} is late with what stays gathered."
         assert len(ahead) <= max_prefetch, f"Step {index} holds {len(ahead)} chunks ahead of their use."
         held_bytes = sum(chunk.full_bytes for chunk in gathered - kept)
         assert held_bytes <= max(busiest, 2 * largest) + (max_prefetch + max_held) * largest, (
