@@ -28,11 +28,12 @@ class WriteBehind:
     def __init__(self) -> None:
         self._last: Handle | None = None
 
-    def add(self, handle: Handle) -> None:
-        """Wait for the one before; this one is the last now."""
-        last, self._last = self._last, handle
-        if last is not None:
-            last.wait()
+    def start(self, chunk: Chunk) -> Handle:
+        """Let a chunk take its new weights, once the one before has; where that fails, this one has not begun."""
+        if self._last is not None:
+            self._last.wait()
+        self._last = chunk.start_commit()
+        return self._last
 
 
 class ChunkShard:
@@ -57,6 +58,7 @@ class ChunkShard:
         self._reads_ahead = following is not None
         self._memories: list[Tensor] = []
         self._next_states: Tier | None = None
+        self._committed: Handle | None = None
 
     @property
     def name(self) -> str:
@@ -119,11 +121,16 @@ class ChunkShard:
 
     def commit(self) -> None:
         """Take the updated weights into the working parameters, in the background; the states are not needed soon."""
+        self._committed = self._behind.start(self.chunk)
         self._reads_ahead = True
         self._count_update()
-        self._behind.add(self.chunk.start_commit())
         for memory in self._memories:
             self._states.page_out(memory)
+
+    def wait_commit(self) -> None:
+        """Return when the working parameters have the updated weights."""
+        if self._committed is not None:
+            self._committed.wait()
 
     def _count_update(self) -> None:
         """Count what the update has moved: the gradient and the new weights, and states on the disk there and back."""
