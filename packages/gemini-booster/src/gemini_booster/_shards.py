@@ -26,14 +26,12 @@ class WriteBehind:
     """The update of a chunk that was started last: one is written back while the next shard is updated, and no more."""
 
     def __init__(self) -> None:
-        self._last: Handle | None = None
+        self.last: Handle | None = None
 
-    def start(self, chunk: Chunk) -> Handle:
-        """Let a chunk take its new weights, once the one before has; where that fails, this one has not begun."""
-        if self._last is not None:
-            self._last.wait()
-        self._last = chunk.start_commit()
-        return self._last
+    def wait(self) -> None:
+        """Wait for it; where it has failed, the next one must not begin."""
+        if self.last is not None:
+            self.last.wait()
 
 
 class ChunkShard:
@@ -121,9 +119,10 @@ class ChunkShard:
 
     def commit(self) -> None:
         """Take the updated weights into the working parameters, in the background; the states are not needed soon."""
-        self._committed = self._behind.start(self.chunk)
+        self._behind.wait()
+        self._count_update()  # it looks at the master weights, for which it would have to wait afterwards
+        self._committed = self._behind.last = self.chunk.start_commit()
         self._reads_ahead = True
-        self._count_update()
         for memory in self._memories:
             self._states.page_out(memory)
 
