@@ -81,13 +81,17 @@ class Tier:
         """Let ``peak`` start again from ``used``."""
         self.peak = self.used
 
+    def fits(self, num_bytes: int) -> bool:
+        """Return whether so many more bytes are within the capacity."""
+        return self.capacity is None or self.used + num_bytes <= self.capacity
+
     def charge(self, holder: str, num_bytes: int) -> None:
         """Count bytes that ``holder`` is about to take.
 
         Raises:
             TierFullError: the capacity would be exceeded; nothing is counted.
         """
-        if self.capacity is not None and self.used + num_bytes > self.capacity:
+        if self.capacity is not None and not self.fits(num_bytes):
             largest = dict(list(self.holders.items())[:_HOLDERS_NAMED])
             raise TierFullError(self.name, holder, num_bytes, self.used, self.capacity, largest)
         if num_bytes == 0:
