@@ -51,8 +51,10 @@ class GradientBuffers:
             self._finish_reductions()
             if (buffer := self._take_idle(numel, dtype)) is not None:
                 return buffer
-            self._release_unused()
             self.make_room(lambda: self._device.fits(numel * dtype.itemsize))
+        if not self._device.fits(numel * dtype.itemsize):
+            # This comes last, for it must come on all ranks or on none: what is released here is gathered again.
+            self._release_unused()
         return self._allocate(numel, dtype)
 
     def _take_idle(self, numel: int, dtype: torch.dtype) -> Tensor | None:
