@@ -6,6 +6,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -346,9 +347,8 @@ class ChunkManager:
         try:
             return gather()
         except TierFullError as error:
-            device, asked_bytes = self.tiers["device"], error.asked_bytes
             self._forget_fetched(())
-            self._buffers.make_room(lambda: device.fits(asked_bytes))
+            self._buffers.make_room(partial(self.tiers["device"].fits, error.asked_bytes))
             return gather()
 
     def has_room(self, chunks: Iterable[Chunk]) -> bool:
@@ -380,7 +380,7 @@ class ChunkManager:
 
     def _set_gradient_aside(self) -> bool:
         """Bring off the device the gradients of one chunk that waits for others, the one that has waited longest."""
-        others = [tier for tier in self.tiers.values() if tier is not self.tiers["device"]]
+        _, *others = self.tiers.values()
         return any(chunk.set_gradient_aside(tier) for chunk in reversed(self._chunks) for tier in others)
 
     def _release_unused(self) -> None:
