@@ -49,6 +49,7 @@ DECIDED_BEFORE = {
     "GeminiDDP.forward",
     "ZeroDDP.forward",
     "ZeroDDP.state_dict",
+    "GeminiDDP.load_state_dict",
     "ZeroDDP.load_state_dict",
     "ZeroOptimizer.add_param_group",
     "ZeroOptimizer.state_dict",

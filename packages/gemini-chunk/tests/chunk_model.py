@@ -81,6 +81,7 @@ class ModelChunk:
         self.where: Literal["place", "own", "device"] | None = None
         self.into_place = False
         self.buffer = self.fetched = self.gathering = self.reducing = False
+        self.aside: TierName | None = None
         self.full_valid = self.visible = self.aliased
         self.states: list[State] = ["HOLD" if self.visible else "FREE"] * len(values)
         if self.aliased:
@@ -104,7 +105,7 @@ class ModelChunk:
 
     @property
     def filling(self) -> bool:
-        return self.buffer and not self.reducing
+        return (self.buffer or self.aside is not None) and not self.reducing
 
     @property
     def result_bytes(self) -> int:
@@ -187,6 +188,9 @@ class ModelChunk:
         if self.buffer:
             self.buffer = False
             self.account.free("device", self.full_bytes)
+        if self.aside is not None:
+            self.account.free(self.aside, self.full_bytes)
+            self.aside = None
 
     def finish_reduce(self) -> None:
         if not self.reducing:
@@ -293,7 +297,17 @@ class ModelChunk:
         self.finish_reduce()
         if not self.buffer:
             self.account.take("device", self.full_bytes)
+            self.return_buffer()
             self.buffer = True
+
+    def set_aside(self, tier: TierName) -> None:
+        if self.buffer and not self.reducing:
+            try:
+                self.account.take(tier, self.full_bytes)
+            except Full:
+                return
+            self.return_buffer()
+            self.aside = tier
 
     def take(self, index: int, gradient: Tensor) -> None:
         if not self.trainable:

@@ -313,6 +313,60 @@ def test_a_reduced_gradient_is_not_lost_where_its_tier_is_full() -> None:
     run_ranks(check_full_after_reduction, 2)
 
 
+def check_set_aside(rank: int, world_size: int) -> None:
+    params = parameters(6)
+    manager = ChunkManager(device=device_tier("cpu"), debug=True)
+    chunks = manager.register(named(params), 12, rest="host")
+    device, host = manager.tiers["device"], manager.tiers["host"]
+    resting = host.used
+    buffer_bytes = chunks[0].full_bytes
+    device.capacity = 2 * buffer_bytes  # a chunk in use and one buffer, or one buffer and what is reduced
+    for step in range(2):
+        for first in (1, 0):  # the second gradient of each chunk comes when other chunks have theirs, or never
+            for param in params[first::2][: 3 if first else 2]:
+                manager.begin_use([param])
+                manager.end_use([param], in_backward=True)
+                manager.release(param)
+                manager.take_gradient(param, torch.full((6,), 1.0 + rank + step))
+                assert device.used <= device.capacity
+        if step == 0:  # what is set aside is given up with the rest
+            assert host.used > resting
+            assert manager.traffic()["device->host"] > 0
+            manager.reset()
+            assert used(manager) == {"device": 0, "host": resting}
+    manager.finish_backward()
+    mean = 2.0 + (world_size - 1) / 2
+    expected = torch.full((3, 2, 6), mean)
+    expected[2, 0] = 0.0
+    for chunk, whole in zip(chunks, expected, strict=True):
+        shard_numel = 12 // world_size
+        assert chunk.gradient is not None
+        assert torch.equal(chunk.gradient, whole.flatten()[rank * shard_numel :][:shard_numel])
+        chunk.discard()
+    assert used(manager) == {"device": 0, "host": resting}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_wait_for_others_are_set_aside_where_the_device_is_full(world_size: int) -> None:
+    run_ranks(check_set_aside, world_size)
+
+
+def test_a_full_device_is_an_error_where_no_other_tier_takes_what_waits() -> None:
+    params = parameters(4)
+    manager = ChunkManager(device=device_tier("cpu"), host=host_tier())
+    chunks = manager.register(named(params), 12, rest="host")
+    manager.tiers["device"].capacity = chunks[0].full_bytes
+    manager.tiers["host"].capacity = manager.tiers["host"].used
+    manager.take_gradient(params[0], torch.ones(6))
+    with pytest.raises(TierFullError, match="device tier cannot hold 48 more bytes for gradient buffers"):
+        manager.take_gradient(params[2], torch.ones(6))
+    manager.tiers["host"].capacity = None
+    manager.take_gradient(params[2], torch.ones(6))
+    manager.reset()
+    assert manager.tiers["device"].used == 0
+
+
 def test_a_gradient_of_another_shape_or_for_a_frozen_chunk_is_refused() -> None:
     params = parameters()
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)

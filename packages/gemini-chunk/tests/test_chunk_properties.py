@@ -29,7 +29,7 @@ SHAPES = [(), (1,), (2, 3), (5,), (0, 3), (3, 1, 2), (7,)]
 # What a training loop does often is here more than once.
 EVENTS = [
     *["start_fetch", "start_gather", "gather", "begin_use", "end_use", "take_gradients", "start_reduce"] * 3,
-    *["release", "move", "take_gradient", "wait_reduce", "update"] * 2,
+    *["release", "move", "take_gradient", "wait_reduce", "update", "set_gradient_aside"] * 2,
     *["commit", "discard", "reset", "load", "settle_states", "call_wrongly"],
 ]
 
@@ -46,7 +46,7 @@ class Pool:
     def give_back(self, buffer: Tensor) -> None:
         self._device.free(buffer)
 
-    def make_room(self) -> None:
+    def make_room(self, is_enough: Callable[[], bool]) -> None:
         pass
 
 
@@ -282,6 +282,14 @@ class ChunkMachine(RuleBasedStateMachine):
     def take_gradients(self, at: int, _: int, choice: int) -> None:
         for tensor in range(len(self.models[at].values)):
             self.take_gradient(at, tensor, choice)
+
+    def set_gradient_aside(self, at: int, _: int, choice: int) -> None:
+        tier = TIERS[choice % 3]
+        self.happen(
+            lambda: self.models[at].set_aside(tier),
+            lambda chunk, rank: chunk.set_gradient_aside(self.tiers[rank][tier]),
+            chunk=at,
+        )
 
     def start_reduce(self, at: int, _: int, __: int) -> None:
         start = lambda chunk, rank: chunk.start_reduce(self.pools[rank])  # noqa: E731

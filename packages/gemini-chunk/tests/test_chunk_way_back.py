@@ -211,7 +211,7 @@ def test_new_weights_that_could_not_be_written_are_written_when_they_are_needed(
     assert chunk.master is not None
     chunk.master.mul_(2)
     handle = chunk.start_commit()
-    with pytest.raises(ChunkError, match="Taking new weights over into chunk 0 failed: a copy of 12"):
+    with pytest.raises(ChunkError, match="into chunk 0, which rests on the host tier, failed: a copy of 12"):
         handle.wait()
     if when == "wait":
         with pytest.raises(ChunkError, match="Taking new weights over"):

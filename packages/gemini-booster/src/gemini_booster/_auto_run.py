@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -83,31 +83,34 @@ class AutoRun:
 
     def _place(self) -> Placement[Chunk]:
         if self._total is None:
-            return self._try(None)
+            return self._place_within(None)
         if self.memstats is not None:
-            self._budget = self._policy.model_bytes(self._total, self.memstats)
+            self._budget = self._device.capacity = self._policy.model_bytes(self._total, self.memstats)
             try:
-                return self._try(self._budget)
+                return self._place_within(self._budget)
             except PlacementError as error:
-                raise self._refusal(error.needed, "A step takes") from None
-        budget = max(1, self._policy.model_bytes(self._total))
-        while budget < self._total:
-            try:
-                placement = self._try(budget)
-            except PlacementError:
-                budget += max(1, self._total // _BUDGETS)
-            else:
-                # A step that nothing was foretold of may take more than its placement says.
-                self._device.capacity = self._total
-                return placement
-        return self._try(self._total)
+                if error.needed["device"] <= self._budget:
+                    raise  # another tier is too small
+                others = self._most(self.memstats.max_non_model_bytes)
+                enough = self._total_for(error.needed["device"] + others)
+                raise self._refusal(error.needed, "A step takes", others, enough) from None
+        # A step that nothing was foretold of may take more than its placement says.
+        self._device.capacity = self._total
+        return self._first_placement(self._total)
 
-    def _try(self, budget: int | None) -> Placement[Chunk]:
-        """Place the chunks with a capacity of the device that stays, if they fit."""
-        self._device.capacity = budget
-        return self._policy.place(
-            self._manager.chunks, capacities=self._capacities, world_size=self._manager.world_size
-        )
+    def _first_placement(self, total: int) -> Placement[Chunk]:
+        """Place the chunks for a first step of which nothing is known, on a device of so many bytes."""
+        budget = max(1, self._policy.model_bytes(total))
+        while budget < total:
+            try:
+                return self._place_within(budget)
+            except PlacementError:
+                budget += max(1, total // _BUDGETS)
+        return self._place_within(total)
+
+    def _place_within(self, budget: int | None) -> Placement[Chunk]:
+        capacities = self._capacities | {"device": budget}
+        return self._policy.place(self._manager.chunks, capacities=capacities, world_size=self._manager.world_size)
 
     @property
     def _capacities(self) -> dict[TierName, int | None]:
@@ -199,21 +202,12 @@ class AutoRun:
 
     def _fit(self, trace: Trace[Chunk]) -> tuple[Placement[Chunk], Plan[Chunk], int]:
         """Return a placement whose plan fits, with as much on the device as may be, the plan, and its peak there."""
-        away = self._policy.evict(self.placement, capacities=self._capacities | {"device": 0})
-        floor, tried = away.needed_bytes["device"], ""
+        assert self.memstats is not None
+        away = self._all_away(self.placement)
         tight: tuple[Placement[Chunk], Plan[Chunk], int] | None = None
-        for number in range(_BUDGETS + 1) if floor <= self._budget else ():
-            # The plan may take more than is known of chunks without an order of use: then they are given less.
-            limit = self._budget - number * (self._budget - floor) // _BUDGETS
-            try:
-                placement = self._policy.place_again(self.placement, capacities=self._capacities | {"device": limit})
-            except PlacementError:
-                break
-            if placement.digest == tried:
-                continue
-            tried = placement.digest
+        for placement in self._candidates(away):
             plan = self._policy.schedule(trace, placement)
-            peak = self._most(plan.peak_bytes["device"])
+            peak = max(self._most(plan.peak_bytes["device"]), placement.needed_bytes["device"])
             if peak <= self._budget and tight is None:
                 tight = placement, plan, peak
             peak += int(_INACCURACY * self._most(plan.peak_bytes["device"] - placement.resting_bytes["device"]))
@@ -221,18 +215,59 @@ class AutoRun:
                 return placement, plan, peak
         if tight is not None:
             return tight
-        needed = self._policy.schedule(trace, away).peak_bytes
-        raise self._refusal({**needed, "device": max(self._most(needed["device"]), floor)}, "The first step took")
+        others = self._most(self.memstats.max_non_model_bytes)
+        needed = {**self._policy.schedule(trace, away).peak_bytes, "device": self._least_peak(trace, away)}
+        raise self._refusal(needed, "The first step took", others, self._enough(trace, others))
+
+    def _candidates(self, away: Placement[Chunk]) -> Iterator[Placement[Chunk]]:
+        """Yield placements, the best first, the last with as little on the device as may be.
+
+        A plan may take more than its placement says, which knows no order of use. With less given to it, chunks leave
+        the device, or stay gathered for a shorter time.
+        """
+        floor = away.needed_bytes["device"]
+        for number in range(_BUDGETS + 1) if floor <= self._budget else ():
+            limit = self._budget - number * (self._budget - floor) // _BUDGETS
+            try:
+                yield self._policy.place_again(self.placement, capacities=self._capacities | {"device": limit})
+            except PlacementError:
+                break
+        yield away
+
+    def _all_away(self, placement: Placement[Chunk]) -> Placement[Chunk]:
+        return self._policy.evict(placement, capacities=self._capacities | {"device": 0})
+
+    def _least_peak(self, trace: Trace[Chunk], away: Placement[Chunk]) -> int:
+        """Return the bytes of model states that a step takes of the device with as much off it as may be."""
+        peak = self._most(self._policy.schedule(trace, away).peak_bytes["device"])
+        return max(peak, away.needed_bytes["device"])
+
+    def _enough(self, trace: Trace[Chunk], others: int) -> int:
+        """Return bytes of the device that would do for such a step.
+
+        On a larger device the first placement may bring there what cannot leave it, and so need more.
+        """
+        assert self._total is not None
+        total, enough = self._total, self._total + 1
+        while enough > total:
+            total = max(enough, total)
+            away = self._all_away(self._first_placement(total))
+            enough = self._total_for(self._least_peak(trace, away) + others)
+        return total
+
+    def _total_for(self, num_bytes: int) -> int:
+        """Return the least bytes of the device of which a step may take so many."""
+        share = self._policy.steady_cuda_cap_ratio
+        total = int(num_bytes / share)
+        while int(total * share) < num_bytes:
+            total += 1
+        return total
 
     def _most(self, amount: int) -> int:
         return max(numbers[0] for numbers in self._exchange([amount]))
 
-    def _refusal(self, needed: Mapping[TierName, int], who: str) -> PlacementError:
-        """Return an error that says what activations have to do with it."""
-        assert self._total is not None
-        assert self.memstats is not None
-        share, others = self._policy.steady_cuda_cap_ratio, self._most(self.memstats.max_non_model_bytes)
-        enough = int((needed["device"] + others) / share) + 1
+    def _refusal(self, needed: Mapping[TierName, int], who: str, others: int, enough: int) -> PlacementError:
+        """Return an error that says what activations have to do with it, and how many bytes of the device would do."""
         return PlacementError(
             f"{who} {others:,} bytes beside them, so this is what is left of the device's {self._total:,}. Use "
             f"activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes.",

@@ -23,6 +23,7 @@ from gemini_booster._shards import ChunkShard, WriteBehind
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
 from gemini_ddp import ZeroDDP
 from gemini_lazy import forget, is_lazy, materialize, materialize_value
+from gemini_optim import ZeroOptimizer
 from gemini_placement import (
     AutoPlacementPolicy,
     MemStats,
@@ -262,6 +263,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         self.precision = precision
         self.chunk_manager = manager
         self.plans = planner.plans
+        self.optimizers: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
         self._auto = auto
         self._placement = placement
         self._memstats = memstats
@@ -287,7 +289,12 @@ class GeminiDDP(ZeroDDP[Chunk]):
         return self._memstats if self._auto is None else self._auto.memstats
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, with inputs and outputs cast as asked for."""
+        """Call the module, with inputs and outputs cast as asked for.
+
+        Raises:
+            gemini_optim.UnfinishedStepError: see `check_finished`.
+        """
+        self.check_finished()
         auto = self._auto
         if auto is None:
             return super().forward(*args, **kwargs)
@@ -314,9 +321,36 @@ class GeminiDDP(ZeroDDP[Chunk]):
             set_to_none: has no effect: dropped gradients take no memory either way.
         """
         del set_to_none
+        self.check_finished()
         for shard in self.shards:
             shard.discard()
         self._engine.forget_gradients()
+
+    def check_finished(self) -> None:
+        """Raise if a step of an optimizer has failed and can be finished, for its weights are of two steps.
+
+        Raises:
+            gemini_optim.UnfinishedStepError: there is one; the message says what has failed and what to do.
+        """
+        for optimizer in self.optimizers:
+            optimizer.check_finished()
+
+    def reset(self) -> None:
+        """See `ZeroDDP.reset`."""
+        self.check_finished()
+        super().reset()
+
+    def named_full_values(self) -> Iterator[tuple[str, Tensor]]:
+        """See `ZeroDDP.named_full_values`."""
+        self.check_finished()
+        return super().named_full_values()
+
+    def load_state_dict(  # type: ignore[override] # as in ZeroDDP
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        """See `ZeroDDP.load_state_dict`."""
+        self.check_finished()
+        return super().load_state_dict(state_dict, strict)
 
     def named_master_values(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield like `named_full_values`, but the master weights of trainable parameters.
@@ -324,6 +358,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         Args:
             dtype: what floating parameters are cast to; in ``torch.float32`` master weights are exact.
         """
+        self.check_finished()
         for name, entry in self.module.state_dict(keep_vars=True).items():
             if not (isinstance(entry, nn.Parameter) and entry in self.chunk_manager):
                 yield name, entry.detach()

@@ -49,6 +49,7 @@ class GeminiOptimizer(ZeroOptimizer):
         if not isinstance(module, GeminiDDP):
             raise TypeError(f"module must be a GeminiDDP, got {type(module).__name__}. Wrap the model first.")
         self.module = module
+        module.optimizers.add(self)
         super().__init__(
             optim,
             module,

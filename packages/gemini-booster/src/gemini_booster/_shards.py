@@ -26,13 +26,12 @@ class WriteBehind:
     """The update of a chunk that was started last: one is written back while the next shard is updated, and no more."""
 
     def __init__(self) -> None:
-        self._last: Handle | None = None
+        self.last: Handle | None = None
 
-    def add(self, handle: Handle) -> None:
-        """Wait for the one before; this one is the last now."""
-        last, self._last = self._last, handle
-        if last is not None:
-            last.wait()
+    def wait(self) -> None:
+        """Wait for it; where it has failed, the next one must not begin."""
+        if self.last is not None:
+            self.last.wait()
 
 
 class ChunkShard:
@@ -57,6 +56,7 @@ class ChunkShard:
         self._reads_ahead = following is not None
         self._memories: list[Tensor] = []
         self._next_states: Tier | None = None
+        self._committed: Handle | None = None
 
     @property
     def name(self) -> str:
@@ -119,11 +119,17 @@ class ChunkShard:
 
     def commit(self) -> None:
         """Take the updated weights into the working parameters, in the background; the states are not needed soon."""
+        self._behind.wait()
+        self._count_update()  # it looks at the master weights, for which it would have to wait afterwards
+        self._committed = self._behind.last = self.chunk.start_commit()
         self._reads_ahead = True
-        self._count_update()
-        self._behind.add(self.chunk.start_commit())
         for memory in self._memories:
             self._states.page_out(memory)
+
+    def wait_commit(self) -> None:
+        """Return when the working parameters have the updated weights."""
+        if self._committed is not None:
+            self._committed.wait()
 
     def _count_update(self) -> None:
         """Count what the update has moved: the gradient and the new weights, and states on the disk there and back."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gemini_chunk._errors import TierFullError
 from gemini_chunk._pages import touch_in_huge_pages
 from gemini_chunk._tiers import Tier
 
@@ -20,6 +19,8 @@ class GradientBuffers:
         land: waits for gradients that are on their way off the device; buffers that they come from then come back.
         finish_reductions: waits for all reductions under way as well, whose buffers then come back.
         release_unused: releases the chunks that nobody uses.
+        set_aside: brings the gradients of a chunk that waits for more of them off the device, and its buffer back;
+            returns False where there is none.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class GradientBuffers:
         land: Callable[[], None],
         finish_reductions: Callable[[], None],
         release_unused: Callable[[], None],
+        set_aside: Callable[[], bool],
     ) -> None:
         self._device = device
         self._land = land
         self._finish_reductions = finish_reductions
         self._release_unused = release_unused
+        self._set_aside = set_aside
         self._idle: list[Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -44,16 +47,15 @@ class GradientBuffers:
         if buffer is not None:
             return buffer
         self.clear()  # those are too small, or of another dtype: they would only hold memory
-        try:
-            return self._allocate(numel, dtype)
-        except TierFullError:
+        if not self._device.fits(numel * dtype.itemsize):
             self._finish_reductions()
-            buffer = self._take_idle(numel, dtype)
-            if buffer is None:
-                self.clear()
-                self._release_unused()
-                buffer = self._allocate(numel, dtype)
-            return buffer
+            if (buffer := self._take_idle(numel, dtype)) is not None:
+                return buffer
+            self.make_room(lambda: self._device.fits(numel * dtype.itemsize))
+        if not self._device.fits(numel * dtype.itemsize):
+            # This comes last, for it must come on all ranks or on none: what is released here is gathered again.
+            self._release_unused()
+        return self._allocate(numel, dtype)
 
     def _take_idle(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         for index, buffer in enumerate(self._idle):
@@ -70,10 +72,12 @@ class GradientBuffers:
         """See `BufferPool.give_back`."""
         self._idle.append(buffer)
 
-    def make_room(self) -> None:
+    def make_room(self, is_enough: Callable[[], bool]) -> None:
         """See `BufferPool.make_room`."""
         self._finish_reductions()
         self.clear()
+        while not is_enough() and self._set_aside():
+            self.clear()
 
     def clear(self) -> None:
         """Free the buffers that nobody has borrowed."""

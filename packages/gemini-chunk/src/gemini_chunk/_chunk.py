@@ -424,6 +424,16 @@ class Chunk(HeldLayout):
                 )
         return self._reduction.take(gradients, pool)
 
+    def set_gradient_aside(self, tier: Tier) -> bool:
+        """Carry gradients that wait for others of this chunk to another tier, if there are any and it has room.
+
+        Their buffer goes back to who lent it. The next gradient, or the reduction, brings them back into another one.
+
+        Returns:
+            Whether they were carried there.
+        """
+        return self._reduction.set_aside(tier)
+
     def note_gradients(self, infos: Iterable[TensorInfo]) -> None:
         """Note that some rank gave a gradient of these tensors in this backward."""
         self._with_gradient.update(infos)

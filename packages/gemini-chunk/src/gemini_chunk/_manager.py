@@ -6,6 +6,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -69,7 +70,9 @@ class ChunkManager:
         self._numbers = itertools.count()
         # By id, for a tensor's own hash is a Python function; the chunks keep the tensors alive.
         self._chunk_of: dict[int, tuple[Chunk, TensorInfo]] = {}
-        self._buffers = GradientBuffers(self.tiers["device"], self._land, self._finish_reductions, self._release_unused)
+        self._buffers = GradientBuffers(
+            self.tiers["device"], self._land, self._finish_reductions, self._release_unused, self._set_gradient_aside
+        )
         self._read_ahead = ReadAhead()
         self._in_flight: deque[Chunk] = deque()
         self._landing: list[Chunk] = []
@@ -340,19 +343,20 @@ class ChunkManager:
         return chunk
 
     def _with_room(self, gather: Callable[[], _ResultT]) -> _ResultT:
-        """Gather; where the device is full, first finish reductions and give back their buffers and what is fetched."""
+        """Gather; where the device is full, first give back what is fetched, and buffers of gradients."""
         try:
             return gather()
-        except TierFullError:
-            self._buffers.make_room()
+        except TierFullError as error:
             self._forget_fetched(())
+            self._buffers.make_room(partial(self.tiers["device"].fits, error.asked_bytes))
             return gather()
 
     def has_room(self, chunks: Iterable[Chunk]) -> bool:
         """Whether these chunks can be gathered now within the device's capacity.
 
-        Where it is short, reductions are finished and their buffers given back first, and so is what was fetched, that
-        of these chunks last; what is gathered stays. So the answer does not depend on fetches.
+        Where it is short, reductions are finished and their buffers given back first, gradients that wait for others
+        are set aside, and what was fetched is given back, that of these chunks last; what is gathered stays. So the
+        answer depends neither on fetches nor on which gradients this rank has.
         """
         device = self.tiers["device"]
         if device.capacity is None:
@@ -363,7 +367,7 @@ class ChunkManager:
             return device.used + sum(chunk.missing_bytes for chunk in chunks) <= capacity
 
         if not fits():
-            self._buffers.make_room()
+            self._buffers.make_room(fits)
         for kept in (chunks, ()):
             if not fits():
                 self._forget_fetched(kept)
@@ -373,6 +377,11 @@ class ChunkManager:
         for chunk in self._chunks:
             if chunk not in kept:
                 chunk.forget_fetched()
+
+    def _set_gradient_aside(self) -> bool:
+        """Bring off the device the gradients of one chunk that waits for others, the one that has waited longest."""
+        _, *others = self.tiers.values()
+        return any(chunk.set_gradient_aside(tier) for chunk in reversed(self._chunks) for tier in others)
 
     def _release_unused(self) -> None:
         for chunk in self._chunks:

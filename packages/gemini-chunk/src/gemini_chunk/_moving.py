@@ -88,7 +88,10 @@ class Mover:
             updating, self._updating = self._updating or self._update(), None
             updating.wait()
         except Exception as error:
-            raise ChunkError(f"Taking new weights over into {self._chunk.name} failed: {error}") from error
+            chunk = self._chunk
+            raise ChunkError(
+                f"Taking new weights over into {chunk.name}, which rests on the {chunk.tier} tier, failed: {error}"
+            ) from error
         self._is_outdated = False
         self._chunk._page_out()
 

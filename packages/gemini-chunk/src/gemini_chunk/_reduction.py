@@ -39,8 +39,11 @@ class BufferPool(Protocol):
     def give_back(self, buffer: Tensor) -> None:
         """Take the buffer back; nobody reads it any more."""
 
-    def make_room(self) -> None:
-        """Wait for reductions under way and free the buffers that nobody has borrowed."""
+    def make_room(self, is_enough: Callable[[], bool]) -> None:
+        """Wait for reductions under way and free the buffers that nobody has borrowed.
+
+        Until there is enough room, gradients that wait for others of their chunk are set aside, too.
+        """
 
 
 class Reduction:
@@ -56,6 +59,11 @@ class Reduction:
     To a shard that rests off the compute device the reduced gradient is copied in the background. Until it has landed
     `result` is its place and not yet its value, and the memory it comes from is not lent again.
 
+    [Note: A gradient set aside]
+    A chunk whose gradients do not all come, for a parameter of it is not used, keeps its buffer until backward is over.
+    Where the compute device gets short of room, what came so far goes to another tier, and back for the next gradient
+    or the reduction. So a step needs no more of the device than one such buffer at a time.
+
     Attributes:
         result: the reduced gradient, shape ``(shard_numel,)``, or None.
     """
@@ -65,6 +73,7 @@ class Reduction:
         self._chunk = chunk
         self._result_tier: Tier | None = None
         self._buffer: Tensor | None = None
+        self._aside: tuple[Tensor, Tier] | None = None
         self._pool: BufferPool | None = None
         self._num_ready = 0
         self._running: Handle | None = None
@@ -76,7 +85,7 @@ class Reduction:
     @property
     def is_filling(self) -> bool:
         """Whether gradients of this rank wait for a reduction that has not started."""
-        return self._buffer is not None and self._running is None
+        return (self._buffer is not None or self._aside is not None) and self._running is None
 
     @property
     def takes_place(self) -> bool:
@@ -116,7 +125,36 @@ class Reduction:
             self._buffer, self._pool = pool.take(chunk.numel, chunk.reduce_dtype), pool
             if chunk._device.poisons:
                 fill_with_poison(self._buffer)
+            self._bring_back(self._buffer)
         return self._buffer
+
+    def set_aside(self, tier: Tier) -> bool:
+        """See `Chunk.set_gradient_aside`."""
+        chunk, buffer = self._chunk, self._buffer
+        if buffer is None or self._running is not None:
+            return False
+        try:
+            aside = tier.allocate(chunk.numel, chunk.reduce_dtype, f"{chunk.name} gradient set aside")
+        except (TierFullError, OSError):
+            return False
+        aside.copy_(buffer[: chunk.numel])
+        tier.receive(chunk._device, aside.nbytes)
+        self._aside = (aside, tier)
+        self._return_buffer()
+        return True
+
+    def _bring_back(self, buffer: Tensor) -> None:
+        if self._aside is not None:
+            aside, tier = self._aside
+            buffer[: self._chunk.numel].copy_(aside)
+            self._chunk._device.receive(tier, aside.nbytes)
+            self._forget_aside()
+
+    def _forget_aside(self) -> None:
+        if self._aside is not None:
+            aside, tier = self._aside
+            self._aside = None
+            tier.free(aside)
 
     def start(self, pool: BufferPool) -> Handle:
         """See `Chunk.start_reduce`."""
@@ -132,7 +170,11 @@ class Reduction:
         if chunk.world_size == 1:  # the gradient of a single rank is reduced already
             self._settle_alone(buffer, travelling)
             return Done()
-        self._target = self._choose_target(pool)
+        self._buffer = None  # nobody sets it aside meanwhile
+        try:
+            self._target = self._choose_target(pool)
+        finally:
+            self._buffer = buffer
         self._starts += 1
         try:
             reduce_scatter = chunk._collectives.reduce_scatter
@@ -169,7 +211,7 @@ class Reduction:
         try:
             return chunk._device.allocate(chunk.shard_numel, chunk.reduce_dtype, holder)
         except TierFullError:
-            pool.make_room()
+            pool.make_room(lambda: chunk._device.fits(chunk.shard_numel * chunk.reduce_dtype.itemsize))
             return chunk._device.allocate(chunk.shard_numel, chunk.reduce_dtype, holder)
 
     @property
@@ -349,6 +391,7 @@ class Reduction:
         self.wait()
         if self.is_filling:
             self._return_buffer()
+            self._forget_aside()
             self._finish_states()
         self._land_anyhow()
         if self.result is not None and self.result is self._chunk._shard:
@@ -371,6 +414,7 @@ class Reduction:
         self._land_anyhow()
         self._forget_target()
         self._return_buffer()
+        self._forget_aside()
         self._num_ready = 0
 
     def _land_anyhow(self) -> None:

@@ -81,13 +81,17 @@ class Tier:
         """Let ``peak`` start again from ``used``."""
         self.peak = self.used
 
+    def fits(self, num_bytes: int) -> bool:
+        """Return whether so many more bytes are within the capacity."""
+        return self.capacity is None or self.used + num_bytes <= self.capacity
+
     def charge(self, holder: str, num_bytes: int) -> None:
         """Count bytes that ``holder`` is about to take.
 
         Raises:
             TierFullError: the capacity would be exceeded; nothing is counted.
         """
-        if self.capacity is not None and self.used + num_bytes > self.capacity:
+        if self.capacity is not None and not self.fits(num_bytes):
             largest = dict(list(self.holders.items())[:_HOLDERS_NAMED])
             raise TierFullError(self.name, holder, num_bytes, self.used, self.capacity, largest)
         if num_bytes == 0:
@@ -123,7 +127,7 @@ class Tier:
                 if self._mappings is None or num_bytes < self._mappings.smallest:
                     memory = torch.empty(numel, dtype=dtype, device=self.device)
                 else:
-                    memory = self._mappings.empty(num_bytes).view(dtype)
+                    memory = self._mappings.empty(num_bytes, holder).view(dtype)
         except BaseException:
             self.discharge(holder, num_bytes)
             self.peak = peak
@@ -236,7 +240,7 @@ def mapped_memory(num_bytes: int) -> Tensor:
 
     What malloc takes back stays in the process where younger memory lies behind it, as shards do behind a buffer.
     """
-    return _Mappings().empty(num_bytes)
+    return _Mappings().empty(num_bytes, "")
 
 
 class _Mappings:
@@ -247,8 +251,9 @@ class _Mappings:
 
     smallest = _SMALLEST_MAPPING
 
-    def empty(self, num_bytes: int) -> Tensor:
-        """Return new bytes, shape ``(num_bytes,)``."""
+    def empty(self, num_bytes: int, holder: str) -> Tensor:
+        """Return new bytes, shape ``(num_bytes,)``; an error says for whom they were asked."""
+        del holder
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):  # where the system has no such pages, small ones do
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -273,14 +278,14 @@ class _Files(_Mappings):
         self._folder = folder
         self._pages: dict[int, mmap.mmap] = {}
 
-    def empty(self, num_bytes: int) -> Tensor:
+    def empty(self, num_bytes: int, holder: str) -> Tensor:
         with tempfile.TemporaryFile(dir=self._folder) as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
             except OSError as error:
                 raise OSError(
                     error.errno,
-                    f"The disk tier cannot take {num_bytes:,} bytes: {error.strerror}; the disk has "
+                    f"The disk tier cannot take {num_bytes:,} bytes for {holder}: {error.strerror}; the disk has "
                     f"{shutil.disk_usage(self._folder).free:,} bytes free",
                     str(self._folder),
                 ) from error
@@ -311,8 +316,8 @@ class _PageLocks(_Mappings):
         self._warned = False
         self._locked: set[int] = set()
 
-    def empty(self, num_bytes: int) -> Tensor:
-        memory = super().empty(num_bytes)
+    def empty(self, num_bytes: int, holder: str) -> Tensor:
+        memory = super().empty(num_bytes, holder)
         try:
             _register(memory.data_ptr(), num_bytes)
         except RuntimeError as error:

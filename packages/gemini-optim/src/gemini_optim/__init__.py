@@ -8,7 +8,7 @@ model, and ``gemini_optim.testing`` has a small one.
 from importlib.metadata import version
 
 from gemini_optim._adam import CPUAdam, FusedAdam, HybridAdam
-from gemini_optim._errors import ShardLayoutError
+from gemini_optim._errors import ShardLayoutError, UnfinishedStepError
 from gemini_optim._scaler import DynamicLossScaler
 from gemini_optim._zero import ZeroOptimizer
 
@@ -18,6 +18,7 @@ __all__ = [
     "FusedAdam",
     "HybridAdam",
     "ShardLayoutError",
+    "UnfinishedStepError",
     "ZeroOptimizer",
     "__version__",
 ]

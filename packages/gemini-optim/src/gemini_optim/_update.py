@@ -50,33 +50,44 @@ class BlockUpdate:
         self._is_known = type(optim) in _KNOWN_ADAMS
         self._scratch: dict[torch.device, Tensor] = {}
 
-    def run(
-        self, batch: Sequence[Piece], masters: Sequence[Tensor], grads: Sequence[Tensor], multiplier: float
-    ) -> None:
-        """Update the pieces of one batch.
+    def prepare(self, batch: Sequence[Piece], masters: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Take the memory that an update needs; where that fails, it may be called again.
 
         Args:
             batch: together no more elements than a block.
             masters: the fp32 master weights of each piece, shape ``(piece.numel,)``.
-            grads: the gradient of each piece, same shape; fp32 ones are overwritten.
-            multiplier: gradients are multiplied by it in fp32; 1.0 leaves their bits alone.
+            grads: the gradient of each piece, same shape.
+
+        Returns:
+            The gradients in fp32 beside the master weights, for `run`; those that were so already are the same tensors.
         """
         used: dict[torch.device, int] = {}
+        prepared = []
         for piece, master, grad in zip(batch, masters, grads, strict=True):
+            piece.param.data = master
+            if self._is_known and "step" not in piece.state:
+                self._allocate_ahead(piece)
             if grad.dtype != torch.float32 or grad.device != master.device:
                 first = used.get(master.device, 0)
                 used[master.device] = first + piece.numel
                 # 16-bit elements cross between devices as 16 bits, and are cast where they arrive.
                 grad = self._block(master.device)[first:][: piece.numel].copy_(grad.to(master.device))
+            prepared.append(grad)
+        return prepared
+
+    def run(self, batch: Sequence[Piece], grads: Sequence[Tensor], multiplier: float) -> None:
+        """Update the pieces of one batch.
+
+        Args:
+            batch: the pieces that were prepared last.
+            grads: what `prepare` returned; it is overwritten.
+            multiplier: gradients are multiplied by it in fp32; 1.0 leaves their bits alone.
+        """
+        for piece, grad in zip(batch, grads, strict=True):
             if multiplier != 1.0:
                 grad.mul_(multiplier)
-            piece.param.data = master
             piece.param.grad = grad
-            if self._is_known and "step" not in piece.state:
-                self._allocate_ahead(piece)
         self._call_optimizer(batch)
-        for piece in batch:
-            self._memory.adopt(piece)
 
     def _block(self, device: torch.device) -> Tensor:
         if device not in self._scratch:

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NoReturn, cast, overload
+from typing import Any, Final, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from torch.profiler import record_function
 
 from gemini_optim import _collectives
 from gemini_optim._clip import SUPPORTED_NORMS, clip_coefficient, total_norm
-from gemini_optim._errors import ShardLayoutError
+from gemini_optim._errors import ShardLayoutError, UnfinishedStepError
 from gemini_optim._pieces import Piece, StateMemory, cut_pieces, list_segments, split_pieces
 from gemini_optim._scaler import DynamicLossScaler
 from gemini_optim._state import SavedStates, gather_states, pieces_with_states
-from gemini_optim._update import BlockUpdate, batches
+from gemini_optim._step import BegunStep, Failure, agree_on_failure, part_of
+from gemini_optim._update import BlockUpdate
 from gemini_optim.interfaces import ShardedModel
 
 __all__ = ["ZeroOptimizer"]
@@ -120,6 +121,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._grad_norm: float | None = None
         self._stepped = False
         self._warned = False
+        self._begun: BegunStep | None = None
         # The way torch restores an optimizer: it makes this one complete without copying the groups, whose dicts
         # (and their list) stay those of `optim`.
         self.__setstate__({"defaults": optim.defaults, "state": optim.state, "param_groups": optim.param_groups})
@@ -145,7 +147,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: ``loss`` is not a tensor.
             ValueError: ``loss`` has more than one element.
+            UnfinishedStepError: see `step`, as in all that raise it.
         """
+        self.check_finished()
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward() takes the loss as a tensor, got {type(loss).__name__}.")
         if loss.numel() != 1:
@@ -169,33 +173,104 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Returns:
             What ``closure`` returned; None without one.
+
+        Raises:
+            UnfinishedStepError: memory for states was refused, or new weights did not get to where they rest, on this
+                rank or another; every rank raises. Weights and states are as if the step had stopped for a while: the
+                next call, on every rank, finishes it, without ``closure``. Until then gradients can be neither computed
+                nor dropped, and nothing can be saved or loaded.
         """
-        loss = None
-        if closure is not None:
+        begun, self._begun = self._begun, None
+        loss = None if begun is None else begun.loss
+        if closure is not None and begun is None:
             with torch.enable_grad():
                 loss = closure()
         with record_function("gemini::step"):
-            self._adopt_users_changes()
-            grads = [shard.grad() for shard in self._model.shards]
-            active = self._active(grads)
-            norm = total_norm(
-                (_part(grads[piece.shard_index], piece) for piece in active),
-                self.norm_type,
-                self._model.process_group,
-                exact=self.max_norm > 0.0,
-            )
-            scale = self.loss_scale
-            self._grad_norm = norm / scale
-            if self._model.scales_loss:
-                self.loss_scaler.update(not math.isfinite(norm))
-            if math.isfinite(norm):
-                clip = clip_coefficient(self._grad_norm, self.max_norm) if self.max_norm else 1.0
-                self._update(active, grads, clip / scale)
-            else:
-                self._skip()
+            step = self._begin(loss) if begun is None else begun
+            if step is not None:
+                self._go_on(step)
         # A scheduler built on the user's optimizer asks whether that one has stepped.
         self._optim._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers set it, untyped
         return loss
+
+    def _begin(self, loss: float | None) -> BegunStep | None:
+        """Return the step that is to be taken, or None if all ranks skip it."""
+        self._adopt_users_changes()
+        grads, error = self._grads()
+        active = self._active(grads)
+        parts = [part_of(grads[piece.shard_index], piece) for piece in active]
+        if error is not None:
+            parts.append(torch.tensor([math.inf]))  # no rank goes on, and all look why
+        norm = total_norm(parts, self.norm_type, self._model.process_group, exact=self.max_norm > 0.0)
+        if not math.isfinite(norm):
+            self._raise_together(*self._failure(error, can_go_on=False), error)
+        scale = self.loss_scale
+        self._grad_norm = norm / scale
+        if self._model.scales_loss:
+            self.loss_scaler.update(not math.isfinite(norm))
+        if not math.isfinite(norm):
+            self._skip()
+            return None
+        self._stepped = True
+        clip = clip_coefficient(self._grad_norm, self.max_norm) if self.max_norm else 1.0
+        step = BegunStep(
+            self._model.shards,
+            self._blocks,
+            self._memory,
+            active,
+            grads,
+            multiplier=clip / scale,
+            block_numel=self._block_numel,
+            loss=loss,
+        )
+        self._call_hooks(self._optim._optimizer_step_pre_hooks)
+        return step
+
+    def _grads(self) -> tuple[list[Tensor | None], Exception | None]:
+        """Return the gradient of every shard, or none and what was raised: the other ranks must hear of it."""
+        shards = self._model.shards
+        try:
+            return [shard.grad() for shard in shards], None
+        except Exception as error:
+            return [None] * len(shards), error
+
+    def _go_on(self, step: BegunStep) -> None:
+        """Finish a step. [Note: A step that fails]."""
+        error: Exception | None = None
+        try:
+            step.run()
+        except Exception as caught:  # whatever it is, the other ranks must hear of it
+            error = caught
+        failure, text = self._failure(error, can_go_on=step.can_go_on and isinstance(error, OSError | RuntimeError))
+        if failure == "repeatable":
+            self._begun, step.failure = step, text
+            raise UnfinishedStepError(_what_is_left(step)) from error
+        self._raise_together(failure, text, error)
+        self._call_hooks(self._optim._optimizer_step_post_hooks)
+
+    def _failure(self, error: Exception | None, *, can_go_on: bool) -> tuple[Failure, str]:
+        return agree_on_failure(error, can_go_on=can_go_on, process_group=self._model.process_group)
+
+    def _raise_together(self, failure: Failure, text: str, error: Exception | None) -> None:
+        """Raise this rank's error, or else say what those of others are."""
+        if error is not None:
+            raise error
+        if failure != "none":
+            raise RuntimeError(f"Another rank failed in the step. {text}")
+
+    def check_finished(self) -> None:
+        """Raise if a step has failed that another call of ``step`` can finish.
+
+        Raises:
+            UnfinishedStepError: there is one; the message says what has failed and what to do.
+        """
+        if self._begun is not None:
+            raise UnfinishedStepError(_what_is_left(self._begun))
+
+    def _call_hooks(self, hooks: Mapping[int, Callable[..., object]]) -> None:
+        """Call the hooks of the user's optimizer. [Note: One step, many calls]."""
+        for hook in list(hooks.values()):
+            hook(self._optim, (), {})
 
     def _active(self, grads: Sequence[Tensor | None]) -> list[Piece]:
         """Return the pieces that have gradients, cut so that they hold no parameter without one."""
@@ -230,6 +305,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             set_to_none: has no effect: dropped gradients take no memory either way.
         """
         del set_to_none
+        self.check_finished()
         for shard in self._model.shards:
             shard.discard()
 
@@ -271,6 +347,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             only_rank_0: other ranks send their part and yield nothing.
         """
+        self.check_finished()
         return gather_states(self._pieces, self._params(), self._model.process_group, only_rank_0=only_rank_0)
 
     def packed_param_groups(self) -> list[dict[str, Any]]:
@@ -292,6 +369,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups, parameters or shapes differ from those of this optimizer, or between ranks.
         """
+        self.check_finished()
         groups = self._optim.param_groups
         saved_groups = copy.deepcopy(list(state_dict["param_groups"]))
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
@@ -392,34 +470,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._segments, self._block_numel, saved, self._memory, self._optim.param_groups
         )
 
-    def _update(self, active: list[Piece], grads: list[Tensor | None], multiplier: float) -> None:
-        shards = self._model.shards
-        self._stepped = True
-        left = {index: 0 for index, grad in enumerate(grads) if grad is not None}
-        for piece in active:
-            left[piece.shard_index] += 1
-        for index, count in left.items():
-            if not count:
-                # Its gradient is of parameters that are not optimized, or of padding. Other ranks may update their part
-                # of the chunk, and all must do the same to it.
-                shards[index].commit()
-        arguments: tuple[torch.optim.Optimizer, tuple[()], dict[str, Any]] = (self._optim, (), {})
-        for before in list(self._optim._optimizer_step_pre_hooks.values()):  # [Note: One step, many calls]
-            before(*arguments)
-        for batch in batches(active, self._block_numel):
-            self._blocks.run(
-                batch,
-                [_part(shards[piece.shard_index].master(), piece) for piece in batch],
-                [_part(grads[piece.shard_index], piece) for piece in batch],
-                multiplier,
-            )
-            for piece in batch:
-                left[piece.shard_index] -= 1
-                if not left[piece.shard_index]:
-                    shards[piece.shard_index].commit()
-        for after in list(self._optim._optimizer_step_post_hooks.values()):
-            after(*arguments)
-
     def _skip(self) -> None:
         for shard in self._model.shards:
             shard.discard()
@@ -431,6 +481,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             logger.warning("A gradient is not finite: step skipped on every rank.")
 
 
-def _part(tensor: Tensor | None, piece: Piece) -> Tensor:
-    whole = cast("Tensor", tensor)  # pieces without a gradient were left out
-    return whole if piece.numel == whole.numel() else whole.narrow(0, piece.start, piece.numel)
+def _what_is_left(step: BegunStep) -> str:
+    return (
+        f"The step has failed and is not finished. {step.failure} Nothing is lost. Remove the cause, such as a full "
+        "tier, and call step() again on every rank: it goes on where it failed, from the same gradients. Until then "
+        "some weights are older than others, and nothing else may be done with them."
+    )

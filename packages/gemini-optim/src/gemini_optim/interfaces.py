@@ -39,7 +39,8 @@ class OptimShard(Protocol):
     """This rank's part of one chunk.
 
     Call order in a training step: ``ShardedModel.backward`` once or more, then ``grad`` and ``master`` any number of
-    times, then exactly one of ``commit`` and ``discard``. ``new_state`` may be called at any time.
+    times, then ``discard``, or ``commit`` and in the end ``wait_commit``. ``new_state`` may be called at any time. What
+    fails with an ``OSError`` or a ``RuntimeError`` may be called again.
     """
 
     @property
@@ -81,12 +82,23 @@ class OptimShard(Protocol):
 
         Raises:
             RuntimeError: the tier is full.
+            OSError: the disk is full.
         """
 
     def commit(self) -> None:
         """Cast the changed master weights into the working parameters, and drop the gradient if there is one.
 
         The cast may be under way when this returns: whatever reads or changes either of them next waits for it.
+
+        Raises:
+            RuntimeError: this cannot begin, or that of another shard has failed; then nothing has changed.
+        """
+
+    def wait_commit(self) -> None:
+        """Return when what ``commit`` began is done.
+
+        Raises:
+            RuntimeError: it has failed; the next call tries again, and the master weights are as they were.
         """
 
     def discard(self) -> None:

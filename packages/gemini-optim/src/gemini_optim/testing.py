@@ -65,6 +65,9 @@ class PlainShard:
         self._working.copy_(self._master)
         self.gradient = None
 
+    def wait_commit(self) -> None:
+        """Return at once: ``commit`` leaves nothing to be done."""
+
     def discard(self) -> None:
         """Drop the gradient."""
         self.gradient = None
@@ -194,6 +197,7 @@ def check_sharded_model(model: ShardedModel, make_loss: Callable[[], Tensor]) ->
     for shard in used:
         shard.master().add_(1.0)
         shard.commit()
+        shard.wait_commit()
         _require(shard.grad() is None, f"{shard.name}: commit kept the gradient")
     for shard, saved in zip(shards, before, strict=True):
         expected = saved + 1.0 if shard in used else saved
