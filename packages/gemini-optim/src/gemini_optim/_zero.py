@@ -177,6 +177,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with record_function("gemini::step"):
             self._adopt_users_changes()
             grads = [shard.grad() for shard in self._model.shards]
+            self._memory.follow(self._pieces, self._optim.param_groups)
             active = self._active(grads)
             norm = total_norm(
                 (_part(grads[piece.shard_index], piece) for piece in active),
@@ -271,6 +272,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             only_rank_0: other ranks send their part and yield nothing.
         """
+        self._memory.follow(self._pieces, self._optim.param_groups)
         return gather_states(self._pieces, self._params(), self._model.process_group, only_rank_0=only_rank_0)
 
     def packed_param_groups(self) -> list[dict[str, Any]]:
