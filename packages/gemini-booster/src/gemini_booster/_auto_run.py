@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_iter
 from gemini_booster._first_step import FirstStep
 from gemini_booster._shards import ChunkShard
 from gemini_chunk import Chunk, ChunkManager, TierFullError, TierName
-from gemini_placement import AutoPlacementPolicy, MemStats, Placement, PlacementError, Plan
+from gemini_placement import AutoPlacementPolicy, ChunkPlacement, MemStats, Placement, PlacementError, Plan
 from gemini_placement.interfaces import Trace
 
 logger = logging.getLogger("gemini_booster")
@@ -39,7 +41,15 @@ class AutoRun:
     Of the device's bytes, model states get at first what ``warmup_non_model_data_ratio`` leaves, or the least that they
     need. The first training step shows what everything else takes, on the rank where that is most; then they get the
     rest, and come to the device as far as there is room. A step whose inputs are larger is taken to need more in the
-    same measure: parameters leave the device for good as far as that takes, and less stays gathered.
+    same measure: optimizer states and parameters leave the device for good as far as that takes, and less stays
+    gathered.
+
+    [Note: Gradients that stay]
+    A step of one backward has its reduced gradients in the place of the parameters. Where gradients of several are
+    summed, that takes memory beside the optimizer states; backwards under ``no_sync`` keep gradients of full size on
+    the device. Neither is foretold, unless by the setting for the former, so a forward that finds them, or is called
+    under ``no_sync``, lets them be counted from then on. At once optimizer states can make room, for only parameters
+    have gradients in their place; those follow between steps.
 
     Args:
         policy: places the chunks.
@@ -49,7 +59,7 @@ class AutoRun:
 
     Attributes:
         memstats: the record, once there is one.
-        placement: where chunks rest, or will once no gradient is in the way.
+        placement: where chunks rest, or will from the next forward that begins a step.
         first_step: records the first training step; None once that is done, or where nothing is to be recorded.
     """
 
@@ -65,7 +75,7 @@ class AutoRun:
         self._exchange: Exchange = lambda numbers: [list(numbers)]
         self.first_step: FirstStep | None = None
         self._is_moving = self._has_warned = False
-        self._elements = self._budget = self._slack = 0
+        self._elements = self._budget = self._slack = self._local_bytes = 0
         self.placement = self._place()
 
     def start(self, module: nn.Module, shards: Sequence[ChunkShard], exchange: Exchange) -> None:
@@ -113,12 +123,22 @@ class AutoRun:
     def _capacities(self) -> dict[TierName, int | None]:
         return {name: tier.capacity for name, tier in self._manager.tiers.items()}
 
-    def begin_forward(self, inputs: object, *, trains: bool) -> None:
-        """Hear of a forward that is about to be called with these inputs."""
+    def begin_forward(self, inputs: object, *, trains: bool, keeps_local: bool) -> None:
+        """Hear of a forward that is about to be called with these inputs.
+
+        Args:
+            inputs: what the model is called with.
+            trains: whether a backward may follow.
+            keeps_local: whether that keeps its gradients on this rank.
+
+        Raises:
+            PlacementError: gradients that stay from one backward to the next do not fit; see [Note: Gradients that
+                stay]. Every rank raises.
+        """
         self.end_recording()
         self._move()
-        if trains and self._total is not None:
-            self._leave_room(sum(leaf.numel() for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)))
+        if self._total is not None:
+            self._hear(inputs if trains else (), trains=trains, keeps_local=keeps_local)
         if trains and self.first_step is not None:
             self.first_step.enter()
 
@@ -142,36 +162,94 @@ class AutoRun:
         if self.first_step is not None:
             self.first_step.cancel()
 
-    def _leave_room(self, elements: int) -> None:
-        """Take from model states what a step needs whose inputs have more elements than those that were measured."""
-        elements = self._most(elements)
-        if self.memstats is None:
-            self._elements = max(self._elements, elements)
-            return
-        self._elements = self._elements or elements
+    def _hear(self, inputs: object, *, trains: bool, keeps_local: bool) -> None:
+        """Take from model states what a forward, and the backward after it, need more than those before."""
+        chunks = [shard.chunk for shard in self._shards]
+        elements = sum(leaf.numel() for leaf in tree_iter(inputs) if isinstance(leaf, Tensor))
+        sums = any(chunk.gradient is not None for chunk in chunks)
+        local = trains and (keeps_local or any(chunk.has_local_gradient for chunk in chunks))
+        if trains:
+            numbers = self._exchange([elements, int(sums), int(local)])
+            elements, sums, local = (max(column) for column in zip(*numbers, strict=True))
+            if self.memstats is None:
+                self._elements = max(self._elements, elements)
+            self._elements = self._elements or elements
+        is_new = False
+        if sums and not all(chunk.sums_gradients for chunk in chunks):
+            is_new = True
+            for chunk in chunks:
+                chunk.sums_gradients = True
+        if local and not self._local_bytes:
+            is_new = True
+            self._local_bytes = sum(chunk.numel * chunk.reduce_dtype.itemsize for chunk in chunks)
+        if trains or is_new:
+            self._leave_room(elements, is_new=is_new)
+
+    def _leave_room(self, elements: int, *, is_new: bool) -> None:
+        """Leave room on the device for inputs of so many elements, and for gradients that stay.
+
+        Args:
+            elements: of the inputs.
+            is_new: whether more gradients stay than were counted before.
+        """
         assert self._total is not None
-        whole = int(self._total * self._policy.steady_cuda_cap_ratio)
-        others = (whole - self._budget) * max(self._elements, elements) // max(1, self._elements)
-        if whole - others < self._least:
-            capacities = self._capacities | {"device": max(0, whole - others - self._slack)}
-            self.placement = self._policy.evict(self.placement, capacities=capacities)
-            self._is_moving = True
-            self._move()
-        if whole - others < self._least and not self._has_warned:
+        whole = room = self._total
+        if self.memstats is not None:
+            whole, room = int(self._total * self._policy.steady_cuda_cap_ratio), self._budget
+            # What else a step takes is taken to grow with its inputs.
+            room = whole - (whole - room) * max(self._elements, elements) // max(1, self._elements)
+        if is_new or room < self._needed(self.placement):
+            self._evict(room)
+        if self._needed(self.placement) > (self._total if self.memstats is None else self._budget):
+            raise self._gradients_refused()
+        least = self._needed(self._resting() if self._is_moving else self.placement)
+        if room < least and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "A step with these inputs takes about %d bytes of the device beside model states, which cannot take "
-                "less than %d of the %d for both: fp32 parameters, and optimizer states on the device, stay there.",
-                others,
-                self._least,
+                "less than %d of the %d for both: chunks in use, fp32 parameters, and what the other tiers have no "
+                "room for, stay there.",
+                whole - room,
+                least,
                 whole,
             )
-        self._device.capacity = max(whole - others, self._least)
+        self._device.capacity = max(room, least)
 
-    @property
-    def _least(self) -> int:
-        """Bytes of the device that a step takes at least, as chunks are placed now."""
-        return self.placement.needed_bytes["device"] + self._slack
+    def _evict(self, room: int) -> None:
+        """Let model states take no more than ``room`` bytes of the device, as far as they can leave it.
+
+        Parameters whose place a gradient has do so when the next step begins.
+        """
+        beside = self._slack + self._local_bytes
+        capacities = self._capacities | {"device": max(0, room - beside)}
+        self.placement = self._policy.evict(self.placement, capacities=capacities)
+        self._is_moving = True
+        self._move()
+        if self._is_moving:
+            now = self._policy.evict(self._resting(), capacities=capacities, moves_params=False)
+            _carry(self._moves_of_states(now))
+
+    def _needed(self, placement: Placement[Chunk]) -> int:
+        """Return the bytes of the device that a step takes at least where chunks are placed so."""
+        return placement.needed_bytes["device"] + self._slack + self._local_bytes
+
+    def _resting(self) -> Placement[Chunk]:
+        """Return where chunks rest now, which may not be where they are to rest."""
+        chunks, states = self._manager.chunks, {shard.chunk: shard.states_tier for shard in self._shards}
+        places = [
+            ChunkPlacement(
+                keep_gathered=chunk.keeps_gathered, param_tier=chunk.tier, optim_tier=states.get(chunk, "device")
+            )
+            for chunk in chunks
+        ]
+        return Placement(
+            chunks,
+            places,
+            max_prefetch=self._policy.max_prefetch,
+            max_fetch=self._policy.max_fetch,
+            world_size=self._manager.world_size,
+            device_capacity=self.placement.device_capacity,
+        )
 
     def learn(self, trace: Trace[Chunk]) -> Plan[Chunk] | None:
         """Use what the first step has shown; every rank calls it at the end of that step's backward.
@@ -188,23 +266,19 @@ class AutoRun:
         if self._total is None:
             return None
         self._budget = -self._most(-self._policy.model_bytes(self._total, self.memstats))
-        placement, plan, peak = self._fit(trace)
-        self.placement = placement
-        self._slack = max(0, peak - placement.needed_bytes["device"])
-        self._device.capacity = self._budget
-        for shard in self._shards:
-            shard.move_states(self._manager.tier(self.placement.of(shard.chunk).optim_tier))
+        self.placement, plan, peak = self._fit(trace)
+        self._slack = max(0, peak - self.placement.needed_bytes["device"])
         self._is_moving = True
         return plan
 
     def _fit(self, trace: Trace[Chunk]) -> tuple[Placement[Chunk], Plan[Chunk], int]:
         """Return a placement whose plan fits, with as much on the device as may be, the plan, and its peak there."""
         away = self._policy.evict(self.placement, capacities=self._capacities | {"device": 0})
-        floor, tried = away.needed_bytes["device"], ""
+        floor, tried, budget = away.needed_bytes["device"], "", self._budget - self._local_bytes
         tight: tuple[Placement[Chunk], Plan[Chunk], int] | None = None
-        for number in range(_BUDGETS + 1) if floor <= self._budget else ():
+        for number in range(_BUDGETS + 1) if floor <= budget else ():
             # The plan may take more than is known of chunks without an order of use: then they are given less.
-            limit = self._budget - number * (self._budget - floor) // _BUDGETS
+            limit = budget - number * (budget - floor) // _BUDGETS
             try:
                 placement = self._policy.place_again(self.placement, capacities=self._capacities | {"device": limit})
             except PlacementError:
@@ -214,52 +288,94 @@ class AutoRun:
             tried = placement.digest
             plan = self._policy.schedule(trace, placement)
             peak = self._most(plan.peak_bytes["device"])
-            if peak <= self._budget and tight is None:
+            if peak <= budget and tight is None:
                 tight = placement, plan, peak
             peak += int(_INACCURACY * self._most(plan.peak_bytes["device"] - placement.resting_bytes["device"]))
-            if peak <= self._budget:
+            if peak <= budget:
                 return placement, plan, peak
         if tight is not None:
             return tight
         needed = self._policy.schedule(trace, away).peak_bytes
-        raise self._refusal({**needed, "device": max(self._most(needed["device"]), floor)}, "The first step took")
+        least = max(self._most(needed["device"]), floor) + self._local_bytes
+        raise self._refusal({**needed, "device": least}, "The first step took")
 
     def _most(self, amount: int) -> int:
         return max(numbers[0] for numbers in self._exchange([amount]))
 
-    def _refusal(self, needed: Mapping[TierName, int], who: str) -> PlacementError:
+    def _gradients_refused(self) -> PlacementError:
+        """Return an error for gradients that stay from one backward to the next and have no room."""
+        roomy = self._policy.evict(self.placement, capacities=self._capacities | {"host": None, "device": 0})
+        needed = {**self.placement.needed_bytes, "device": self._needed(self.placement)}
+        advice = ""
+        if self._needed(roomy) <= self._budget and (host := roomy.needed_bytes["host"]) > needed["host"]:
+            advice = f" So would {host:,} bytes of the host."
+        return self._refusal(needed, "A step takes", advice)
+
+    def _refusal(self, needed: Mapping[TierName, int], who: str, advice: str = "") -> PlacementError:
         """Return an error that says what activations have to do with it."""
         assert self._total is not None
-        assert self.memstats is not None
-        share, others = self._policy.steady_cuda_cap_ratio, self._most(self.memstats.max_non_model_bytes)
+        share, others, available = 1.0, 0, self._total
+        if self.memstats is not None:
+            share, others = self._policy.steady_cuda_cap_ratio, self._most(self.memstats.max_non_model_bytes)
+            available = self._budget
         enough = int((needed["device"] + others) / share) + 1
+        local = (
+            f" Backwards under no_sync keep {self._local_bytes:,} bytes of whole gradients on the device; without it "
+            "gradients lie in shards."
+        )
         return PlacementError(
             f"{who} {others:,} bytes beside them, so this is what is left of the device's {self._total:,}. Use "
-            f"activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes.",
+            f"activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes.{advice}"
+            f"{local if self._local_bytes else ''}",
             needed=needed,
-            available=self._capacities | {"device": self._budget},
+            available=self._capacities | {"device": available},
         )
 
     def _move(self) -> None:
-        """Carry parameters to where they rest from now on, once the optimizer has used the gradients in their place."""
+        """Carry model states to where they rest from now on, once the optimizer has used the gradients in the way."""
         if not self._is_moving or any(self._is_busy(chunk) for chunk in self._manager.chunks):
             return
         stay = self._manager.world_size > 1  # a single rank's chunks are gathered as long as they rest on the device
-        waiting = [chunk for chunk in self._manager.chunks if not (stay and chunk.keeps_gathered)]
-        while waiting:
-            left = [chunk for chunk in waiting if not self._moved(chunk)]
-            if len(left) == len(waiting):
-                break  # they stay: two would have to change places, and neither tier has room for both
-            waiting = left
+        tiers = {chunk: self.placement.of(chunk).param_tier for chunk in self._manager.chunks}
+        moves = self._moves_of_states(self.placement) + [
+            _Move(tier, partial(self._manager.move, chunk, tier))
+            for chunk, tier in tiers.items()
+            if not (stay and chunk.keeps_gathered)
+        ]
+        if not _carry(moves):
+            self.placement = self._resting()
         self._is_moving = False
 
-    def _is_busy(self, chunk: Chunk) -> bool:
-        return chunk.users > 0 or chunk.gradient is not None or chunk.has_local_gradient
+    def _moves_of_states(self, placement: Placement[Chunk]) -> list[_Move]:
+        tiers = {shard: placement.of(shard.chunk).optim_tier for shard in self._shards}
+        return [_Move(tier, partial(shard.move_states, self._manager.tier(tier))) for shard, tier in tiers.items()]
 
-    def _moved(self, chunk: Chunk) -> bool:
-        """Carry a chunk's parameters to where they are to rest, if there is room now."""
-        try:
-            self._manager.move(chunk, self.placement.of(chunk).param_tier)
-        except TierFullError:
-            return False
-        return True
+    def _is_busy(self, chunk: Chunk) -> bool:
+        return chunk.users > 0 or chunk.gradient is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """What carries a part of a chunk to a tier, unless it is there."""
+
+    tier: TierName
+    carry: Callable[[], None]
+
+
+def _carry(moves: Sequence[_Move]) -> bool:
+    """Make the moves for which there is room or gets room, those off the device first; return whether all were made."""
+    waiting = sorted(moves, key=lambda move: move.tier == "device")
+    while waiting:
+        left = [move for move in waiting if not _has_carried(move)]
+        if len(left) == len(waiting):
+            return False  # two would have to change places, and neither tier has room for both
+        waiting = left
+    return True
+
+
+def _has_carried(move: _Move) -> bool:
+    try:
+        move.carry()
+    except TierFullError:
+        return False
+    return True
