@@ -75,8 +75,10 @@ class AutoRun:
         self._exchange: Exchange = lambda numbers: [list(numbers)]
         self.first_step: FirstStep | None = None
         self._is_moving = self._has_warned = False
-        self._elements = self._budget = self._slack = self._local_bytes = 0
+        self._elements = self._budget = self._local_bytes = 0
+        self._trace: Trace[Chunk] | None = None
         self.placement = self._place()
+        self._least = self.placement.needed_bytes["device"]
 
     def start(self, module: nn.Module, shards: Sequence[ChunkShard], exchange: Exchange) -> None:
         """Be ready for the first step.
@@ -92,10 +94,12 @@ class AutoRun:
             self.first_step = FirstStep(module, self._device)
 
     def _place(self) -> Placement[Chunk]:
+        # A step that nothing was foretold of may take more than its placement says.
+        self._device.capacity = self._total
         if self._total is None:
             return self._try(None)
         if self.memstats is not None:
-            self._budget = self._policy.model_bytes(self._total, self.memstats)
+            self._device.capacity = self._budget = self._policy.model_bytes(self._total, self.memstats)
             try:
                 return self._try(self._budget)
             except PlacementError as error:
@@ -103,20 +107,16 @@ class AutoRun:
         budget = max(1, self._policy.model_bytes(self._total))
         while budget < self._total:
             try:
-                placement = self._try(budget)
+                return self._try(budget)
             except PlacementError:
                 budget += max(1, self._total // _BUDGETS)
-            else:
-                # A step that nothing was foretold of may take more than its placement says.
-                self._device.capacity = self._total
-                return placement
         return self._try(self._total)
 
     def _try(self, budget: int | None) -> Placement[Chunk]:
-        """Place the chunks with a capacity of the device that stays, if they fit."""
-        self._device.capacity = budget
         return self._policy.place(
-            self._manager.chunks, capacities=self._capacities, world_size=self._manager.world_size
+            self._manager.chunks,
+            capacities=self._capacities | {"device": budget},
+            world_size=self._manager.world_size,
         )
 
     @property
@@ -183,14 +183,15 @@ class AutoRun:
             is_new = True
             self._local_bytes = sum(chunk.numel * chunk.reduce_dtype.itemsize for chunk in chunks)
         if trains or is_new:
-            self._leave_room(elements, is_new=is_new)
+            self._leave_room(elements, stays=bool(sums or local), is_new=is_new)
 
-    def _leave_room(self, elements: int, *, is_new: bool) -> None:
+    def _leave_room(self, elements: int, *, stays: bool, is_new: bool) -> None:
         """Leave room on the device for inputs of so many elements, and for gradients that stay.
 
         Args:
             elements: of the inputs.
-            is_new: whether more gradients stay than were counted before.
+            stays: whether gradients stay from one backward to the next.
+            is_new: whether more of them do than were counted before.
         """
         assert self._total is not None
         whole = room = self._total
@@ -198,11 +199,18 @@ class AutoRun:
             whole, room = int(self._total * self._policy.steady_cuda_cap_ratio), self._budget
             # What else a step takes is taken to grow with its inputs.
             room = whole - (whole - room) * max(self._elements, elements) // max(1, self._elements)
-        if is_new or room < self._needed(self.placement):
-            self._evict(room)
-        if self._needed(self.placement) > (self._total if self.memstats is None else self._budget):
-            raise self._gradients_refused()
-        least = self._needed(self._resting() if self._is_moving else self.placement)
+        limit = room - self._local_bytes
+        if is_new or limit < self._least:
+            self._evict(limit)
+        here, least = self.placement, self._least
+        if self._is_moving:
+            here = self._resting()
+            least = self._needs(here)
+        if stays and (self._least > self._firm - self._local_bytes or self._lacks(self.placement)):
+            raise self._gradients_refused(self.placement)
+        if stays and self._lacks(here):
+            raise self._gradients_refused(here)
+        least += self._local_bytes
         if room < least and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -215,23 +223,55 @@ class AutoRun:
             )
         self._device.capacity = max(room, least)
 
-    def _evict(self, room: int) -> None:
-        """Let model states take no more than ``room`` bytes of the device, as far as they can leave it.
+    def _evict(self, limit: int) -> None:
+        """Let model states take no more than ``limit`` bytes of the device, as far as they can leave it.
 
         Parameters whose place a gradient has do so when the next step begins.
         """
-        beside = self._slack + self._local_bytes
-        capacities = self._capacities | {"device": max(0, room - beside)}
-        self.placement = self._policy.evict(self.placement, capacities=capacities)
+        self.placement, self._least = self._within(limit, self.placement)
         self._is_moving = True
         self._move()
         if self._is_moving:
-            now = self._policy.evict(self._resting(), capacities=capacities, moves_params=False)
+            now, _ = self._within(limit, self._resting(), moves_params=False)
             _carry(self._moves_of_states(now))
 
-    def _needed(self, placement: Placement[Chunk]) -> int:
-        """Return the bytes of the device that a step takes at least where chunks are placed so."""
-        return placement.needed_bytes["device"] + self._slack + self._local_bytes
+    def _within(
+        self,
+        limit: int,
+        placement: Placement[Chunk],
+        *,
+        capacities: Mapping[TierName, int | None] | None = None,
+        moves_params: bool = True,
+    ) -> tuple[Placement[Chunk], int]:
+        """Return a placement that is evicted until its steps need ``limit`` bytes of the device, and what they do."""
+        given, tried = limit, ""
+        capacities = self._capacities if capacities is None else capacities
+        while True:
+            evicted = self._policy.evict(
+                placement, capacities={**capacities, "device": max(0, given)}, moves_params=moves_params
+            )
+            least = self._needs(evicted)
+            if least <= limit or evicted.digest == tried:
+                return evicted, least
+            # A step may need more than is known of chunks without an order of use.
+            given, tried = given - (least - limit), evicted.digest
+
+    def _needs(self, placement: Placement[Chunk]) -> int:
+        """Return the bytes of the device that a step takes where chunks are placed so, and nothing is held."""
+        least = placement.needed_bytes["device"]
+        if self._trace is None:
+            return least
+        bare = self._placed([placement.of(chunk) for chunk in placement.chunks])
+        peak = self._policy.schedule(self._trace, bare).peak_bytes["device"]
+        peak += int(_INACCURACY * (peak - placement.resting_bytes["device"]))
+        return max(least, self._most(peak))
+
+    def _lacks(self, placement: Placement[Chunk]) -> bool:
+        """Whether a tier beside the device has no room for a placement."""
+        capacities = {name: capacity for name, capacity in self._capacities.items() if name != "device"}
+        return any(
+            capacity is not None and placement.needed_bytes[name] > capacity for name, capacity in capacities.items()
+        )
 
     def _resting(self) -> Placement[Chunk]:
         """Return where chunks rest now, which may not be where they are to rest."""
@@ -242,13 +282,16 @@ class AutoRun:
             )
             for chunk in chunks
         ]
+        return self._placed(places)
+
+    def _placed(self, places: Sequence[ChunkPlacement]) -> Placement[Chunk]:
         return Placement(
-            chunks,
+            self._manager.chunks,
             places,
             max_prefetch=self._policy.max_prefetch,
             max_fetch=self._policy.max_fetch,
             world_size=self._manager.world_size,
-            device_capacity=self.placement.device_capacity,
+            device_capacity=0,  # nothing is held beyond its use
         )
 
     def learn(self, trace: Trace[Chunk]) -> Plan[Chunk] | None:
@@ -260,6 +303,7 @@ class AutoRun:
         Raises:
             PlacementError: model states and activations do not fit together.
         """
+        self._trace = self._trace or trace
         if self.first_step is None or not self.first_step.is_recording:
             return None
         self.memstats = self.first_step.finish()
@@ -267,7 +311,7 @@ class AutoRun:
             return None
         self._budget = -self._most(-self._policy.model_bytes(self._total, self.memstats))
         self.placement, plan, peak = self._fit(trace)
-        self._slack = max(0, peak - self.placement.needed_bytes["device"])
+        self._least = max(min(peak, self._needs(self.placement)), self.placement.needed_bytes["device"])
         self._is_moving = True
         return plan
 
@@ -302,33 +346,55 @@ class AutoRun:
     def _most(self, amount: int) -> int:
         return max(numbers[0] for numbers in self._exchange([amount]))
 
-    def _gradients_refused(self) -> PlacementError:
+    def _gradients_refused(self, placement: Placement[Chunk]) -> PlacementError:
         """Return an error for gradients that stay from one backward to the next and have no room."""
-        roomy = self._policy.evict(self.placement, capacities=self._capacities | {"host": None, "device": 0})
-        needed = {**self.placement.needed_bytes, "device": self._needed(self.placement)}
-        advice = ""
-        if self._needed(roomy) <= self._budget and (host := roomy.needed_bytes["host"]) > needed["host"]:
-            advice = f" So would {host:,} bytes of the host."
-        return self._refusal(needed, "A step takes", advice)
+        needed = {**placement.needed_bytes, "device": self._needs(placement) + self._local_bytes}
+        limit = self._firm - self._local_bytes
+        roomy, least = self._within(limit, placement, capacities=self._capacities | {"host": None})
+        remedies = []
+        if needed["device"] > self._firm:
+            remedies.append(self._device_remedy(needed["device"]))
+        if least <= limit and self._capacities["host"] is not None:
+            remedies.append(f"give the host {roomy.needed_bytes['host']:,} bytes")
+        if self._local_bytes:
+            remedies.append(
+                f"leave out no_sync, under which the device keeps {self._local_bytes:,} bytes of whole gradients"
+            )
+        elif not all(shard.chunk.accumulates for shard in self._shards) and self._fits_anew(limit):
+            remedies.append("set enable_gradient_accumulation, which counts sums of gradients from the start")
+        return self._refusal(needed, "A step takes", ", or ".join(remedies))
 
-    def _refusal(self, needed: Mapping[TierName, int], who: str, advice: str = "") -> PlacementError:
-        """Return an error that says what activations have to do with it."""
+    def _fits_anew(self, limit: int) -> bool:
+        try:
+            self._try(limit)
+        except PlacementError:
+            return False
+        return True
+
+    def _device_remedy(self, needed: int) -> str:
+        share = 1.0 if self.memstats is None else self._policy.steady_cuda_cap_ratio
+        enough = int((needed + self._others) / share) + 1
+        return f"use activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes"
+
+    @property
+    def _firm(self) -> int:
+        """Bytes of the device for model states and gradients in a step as it was measured, if any was."""
         assert self._total is not None
-        share, others, available = 1.0, 0, self._total
-        if self.memstats is not None:
-            share, others = self._policy.steady_cuda_cap_ratio, self._most(self.memstats.max_non_model_bytes)
-            available = self._budget
-        enough = int((needed["device"] + others) / share) + 1
-        local = (
-            f" Backwards under no_sync keep {self._local_bytes:,} bytes of whole gradients on the device; without it "
-            "gradients lie in shards."
-        )
+        return self._total if self.memstats is None else self._budget
+
+    @property
+    def _others(self) -> int:
+        """Bytes of the device that a step was measured to take beside them, on the rank where that is most."""
+        return 0 if self.memstats is None else self._most(self.memstats.max_non_model_bytes)
+
+    def _refusal(self, needed: Mapping[TierName, int], who: str, remedies: str = "") -> PlacementError:
+        """Return an error that says what activations have to do with it."""
+        remedies = remedies or self._device_remedy(needed["device"])
         return PlacementError(
-            f"{who} {others:,} bytes beside them, so this is what is left of the device's {self._total:,}. Use "
-            f"activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes.{advice}"
-            f"{local if self._local_bytes else ''}",
+            f"{who} {self._others:,} bytes beside them, so this is what is left of the device's {self._total:,}. "
+            f"{remedies[0].upper()}{remedies[1:]}.",
             needed=needed,
-            available=self._capacities | {"device": available},
+            available=self._capacities | {"device": self._firm},
         )
 
     def _move(self) -> None:

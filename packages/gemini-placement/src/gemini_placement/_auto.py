@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -122,42 +123,44 @@ class AutoPlacementPolicy:
         capacities: Mapping[TierName, int | None],
         moves_params: bool = True,
     ) -> Placement[ChunkT]:
-        """Send optimizer states off the device and then parameters, each the last first, until what is there fits.
+        """Send away what a tier has no room for: optimizer states and then parameters, each the last first.
 
-        Chunks that are their own master weights stay where they are, and so do the parameters of those that several
-        ranks keep gathered. What is left may be too much: then no more can be moved.
+        What the device cannot hold goes to the host, else to the disk; what the host cannot, where there is room. Chunks
+        that are their own master weights stay where they are, and so do the parameters of those that several ranks keep
+        gathered. What is left may be too much: then no more can be moved.
 
         Args:
             placement: where the chunks rest.
-            capacities: as for `place`, for a step that leaves less room on the device, or takes more of it.
+            capacities: as for `place`, for a step that leaves less room, or takes more of it.
             moves_params: whether parameters may move; not while gradients have their place.
         """
         chunks, world_size = placement.chunks, placement.world_size
         choice = [placement.of(chunk) for chunk in chunks]
         problem = self._problem(chunks, capacities, world_size)
         movable = [index for index in range(len(chunks) - 1, -1, -1) if not chunks[index].is_own_master]
-        for moves_states in (True, False) if moves_params else (True,):
+        for tier, moves_states in itertools.product(TIERS, (True, False) if moves_params else (True,)):
             for index in movable:
-                if problem.allows(choice):
+                if fits(needed_bytes(chunks, choice, problem.ahead)[tier], capacities, tier):
                     break
-                choice[index] = self._evicted(problem, choice, index, moves_states=moves_states)
+                choice[index] = self._evicted(problem, choice, index, tier, moves_states=moves_states)
         return self._placement(chunks, choice, world_size, capacities)
 
     def _evicted(
-        self, problem: Problem, choice: Sequence[ChunkPlacement], index: int, *, moves_states: bool
+        self, problem: Problem, choice: Sequence[ChunkPlacement], index: int, tier: TierName, *, moves_states: bool
     ) -> ChunkPlacement:
-        """Return a chunk's place with its states, or its parameters, off the device, if they can go."""
+        """Return a chunk's place with its states, or its parameters, off a tier, if they are there and can go."""
         chunk, old = problem.chunks[index], choice[index]
         if moves_states:
-            stays = old.optim_tier != "device" or not chunk.optim_bytes
+            stays = old.optim_tier != tier or not chunk.optim_bytes
         else:
-            stays = old.param_tier != "device" or (old.keep_gathered and problem.world_size > 1)
-        for tier in () if stays else TIERS[1:]:
+            stays = old.param_tier != tier or (old.keep_gathered and problem.world_size > 1)
+        for other in () if stays else TIERS:
+            keep = other == "device" and problem.world_size == 1
             new = (
-                replace(old, optim_tier=tier) if moves_states else replace(old, keep_gathered=False, param_tier=tier)
+                replace(old, optim_tier=other) if moves_states else replace(old, keep_gathered=keep, param_tier=other)
             )
             needed = needed_bytes(problem.chunks, [*choice[:index], new, *choice[index + 1 :]], problem.ahead)
-            if tier in problem.capacities and fits(needed[tier], problem.capacities, tier):
+            if other != tier and fits(needed[other], problem.capacities, other):
                 return new
         return old
 
