@@ -318,9 +318,11 @@ class AutoRun:
     def _fit(self, trace: Trace[Chunk]) -> tuple[Placement[Chunk], Plan[Chunk], int]:
         """Return a placement whose plan fits, with as much on the device as may be, the plan, and its peak there."""
         away = self._policy.evict(self.placement, capacities=self._capacities | {"device": 0})
-        floor, tried, budget = away.needed_bytes["device"], "", self._budget - self._local_bytes
+        tried, budget = "", self._budget - self._local_bytes
+        # Where the host is short this is not the least, but a placement may fit yet.
+        floor = min(away.needed_bytes["device"], budget)
         tight: tuple[Placement[Chunk], Plan[Chunk], int] | None = None
-        for number in range(_BUDGETS + 1) if floor <= budget else ():
+        for number in range(_BUDGETS + 1) if budget > 0 else ():
             # The plan may take more than is known of chunks without an order of use: then they are given less.
             limit = budget - number * (budget - floor) // _BUDGETS
             try:
@@ -340,7 +342,7 @@ class AutoRun:
         if tight is not None:
             return tight
         needed = self._policy.schedule(trace, away).peak_bytes
-        least = max(self._most(needed["device"]), floor) + self._local_bytes
+        least = max(self._most(needed["device"]), away.needed_bytes["device"]) + self._local_bytes
         raise self._refusal({**needed, "device": least}, "The first step took")
 
     def _most(self, amount: int) -> int:
@@ -356,11 +358,7 @@ class AutoRun:
             remedies.append(self._device_remedy(needed["device"]))
         if least <= limit and self._capacities["host"] is not None:
             remedies.append(f"give the host {roomy.needed_bytes['host']:,} bytes")
-        if self._local_bytes:
-            remedies.append(
-                f"leave out no_sync, under which the device keeps {self._local_bytes:,} bytes of whole gradients"
-            )
-        elif not all(shard.chunk.accumulates for shard in self._shards) and self._fits_anew(limit):
+        if not all(shard.chunk.accumulates for shard in self._shards) and self._fits_anew(limit):
             remedies.append("set enable_gradient_accumulation, which counts sums of gradients from the start")
         return self._refusal(needed, "A step takes", ", or ".join(remedies))
 
@@ -390,6 +388,8 @@ class AutoRun:
     def _refusal(self, needed: Mapping[TierName, int], who: str, remedies: str = "") -> PlacementError:
         """Return an error that says what activations have to do with it."""
         remedies = remedies or self._device_remedy(needed["device"])
+        if self._local_bytes:
+            remedies += f", or leave out no_sync: the device keeps {self._local_bytes:,} bytes of whole gradients for it"
         return PlacementError(
             f"{who} {self._others:,} bytes beside them, so this is what is left of the device's {self._total:,}. "
             f"{remedies[0].upper()}{remedies[1:]}.",
