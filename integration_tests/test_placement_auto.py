@@ -167,19 +167,19 @@ def test_steps_of_several_backwards_train_as_without_a_limit_and_keep_the_capaci
 
 def check_refusal(rank: int, world_size: int) -> None:
     del world_size
-    wanted, unlimited, _ = accumulate(rank, "plain")
+    wanted, unlimited, _ = accumulate(rank, "plain", steps=2)
     settings: dict[str, Any] = {
         "placement_policy": "auto",
         "device_capacity": int(0.2 * unlimited.placement.needed_bytes["device"]) + 2 * activation_bytes(rank, 12),
     }
     # Just what one backward a step takes of the host: there is no room for a sum of gradients beside the states.
-    _, one, _ = accumulate(rank, "one", **settings)
+    _, one, _ = accumulate(rank, "one", steps=2, **settings)
     host = one.placement.needed_bytes["host"]
     with pytest.raises(PlacementError, match=r"or give the host [\d,]+ bytes") as refused:
-        accumulate(rank, "plain", host_capacity=host, **settings)
+        accumulate(rank, "plain", steps=2, host_capacity=host, **settings)
     enough = int(re.findall(r"give the host ([\d,]+) bytes", str(refused.value))[0].replace(",", ""))
     assert enough > host
-    losses, _, peaks = accumulate(rank, "plain", host_capacity=enough, **settings)
+    losses, _, peaks = accumulate(rank, "plain", steps=2, host_capacity=enough, **settings)
     assert losses == wanted
     assert all(peak["host"] <= enough for peak in peaks)
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from gemini_booster._first_step import FirstStep
 from gemini_booster._shards import ChunkShard
-from gemini_chunk import Chunk, ChunkManager, TierFullError, TierName
+from gemini_chunk import Chunk, ChunkManager, TierName
 from gemini_placement import AutoPlacementPolicy, ChunkPlacement, MemStats, Placement, PlacementError, Plan
 from gemini_placement.interfaces import Trace
 
@@ -233,7 +233,7 @@ class AutoRun:
         self._move()
         if self._is_moving:
             now, _ = self._within(limit, self._resting(), moves_params=False)
-            _carry(self._moves_of_states(now))
+            self._carry(self._moves_of_states(now))
 
     def _within(
         self,
@@ -254,7 +254,8 @@ class AutoRun:
             if least <= limit or evicted.digest == tried:
                 return evicted, least
             # A step may need more than is known of chunks without an order of use.
-            given, tried = given - (least - limit), evicted.digest
+            given = min(given, evicted.needed_bytes["device"]) - (least - limit)
+            tried = evicted.digest
 
     def _needs(self, placement: Placement[Chunk]) -> int:
         """Return the bytes of the device that a step takes where chunks are placed so, and nothing is held."""
@@ -401,47 +402,71 @@ class AutoRun:
         """Carry model states to where they rest from now on, once the optimizer has used the gradients in the way."""
         if not self._is_moving or any(self._is_busy(chunk) for chunk in self._manager.chunks):
             return
-        stay = self._manager.world_size > 1  # a single rank's chunks are gathered as long as they rest on the device
-        tiers = {chunk: self.placement.of(chunk).param_tier for chunk in self._manager.chunks}
-        moves = self._moves_of_states(self.placement) + [
-            _Move(tier, partial(self._manager.move, chunk, tier))
-            for chunk, tier in tiers.items()
-            if not (stay and chunk.keeps_gathered)
-        ]
-        if not _carry(moves):
+        moves = self._moves_of_states(self.placement) + self._moves_of_params(self.placement)
+        if not self._carry(moves):
             self.placement = self._resting()
+            self._least = self._needs(self.placement)
         self._is_moving = False
-
-    def _moves_of_states(self, placement: Placement[Chunk]) -> list[_Move]:
-        tiers = {shard: placement.of(shard.chunk).optim_tier for shard in self._shards}
-        return [_Move(tier, partial(shard.move_states, self._manager.tier(tier))) for shard, tier in tiers.items()]
 
     def _is_busy(self, chunk: Chunk) -> bool:
         return chunk.users > 0 or chunk.gradient is not None
 
+    def _moves_of_states(self, placement: Placement[Chunk]) -> list[_Move]:
+        moves = []
+        for shard in self._shards:
+            tier, num_bytes = placement.of(shard.chunk).optim_tier, shard.states_bytes
+            carry = partial(shard.move_states, self._manager.tier(tier))
+            moves.append(_Move(shard.states_tier, tier, num_bytes, num_bytes, carry))
+        return [move for move in moves if move.source != move.tier]
 
-@dataclass(frozen=True, slots=True)
+    def _moves_of_params(self, placement: Placement[Chunk]) -> list[_Move]:
+        alone = self._manager.world_size == 1  # what rests on the device is gathered as long as it does
+        moves = []
+        for chunk in self._manager.chunks:
+            source, tier = chunk.tier, placement.of(chunk).param_tier
+            if source != tier and (alone or not chunk.keeps_gathered):
+                frees, takes = (
+                    chunk.full_bytes if alone and where == "device" else chunk.shard_bytes for where in (source, tier)
+                )
+                moves.append(_Move(source, tier, frees, takes, partial(self._manager.move, chunk, tier)))
+        return moves
+
+    def _carry(self, moves: Sequence[_Move]) -> bool:
+        """Make the moves for which there is room or gets room, those off the device first.
+
+        Ranks may have a little more or less of what pads a shard; they make the same moves all the same.
+
+        Returns:
+            Whether all were made.
+        """
+        tiers = self._manager.tiers
+        numbers = [tier.used for tier in tiers.values()] + [move.takes for move in moves]
+        numbers = [max(column) for column in zip(*self._exchange(numbers), strict=True)]
+        used = dict(zip(tiers, numbers, strict=False))
+        takes = dict(zip(moves, numbers[len(tiers) :], strict=True))
+        waiting = sorted(moves, key=lambda move: move.tier == "device")
+        while waiting:
+            left = []
+            for move in waiting:
+                capacity = tiers[move.tier].capacity
+                if capacity is not None and used[move.tier] + takes[move] > capacity:
+                    left.append(move)
+                    continue
+                move.carry()
+                used[move.tier] += takes[move]
+                used[move.source] -= move.frees
+            if len(left) == len(waiting):
+                return False  # two would have to change places, and neither tier has room for both
+            waiting = left
+        return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Move:
-    """What carries a part of a chunk to a tier, unless it is there."""
+    """What carries a part of a chunk from one tier to another, with the bytes that it frees and takes."""
 
+    source: TierName
     tier: TierName
+    frees: int
+    takes: int
     carry: Callable[[], None]
-
-
-def _carry(moves: Sequence[_Move]) -> bool:
-    """Make the moves for which there is room or gets room, those off the device first; return whether all were made."""
-    waiting = sorted(moves, key=lambda move: move.tier == "device")
-    while waiting:
-        left = [move for move in waiting if not _has_carried(move)]
-        if len(left) == len(waiting):
-            return False  # two would have to change places, and neither tier has room for both
-        waiting = left
-    return True
-
-
-def _has_carried(move: _Move) -> bool:
-    try:
-        move.carry()
-    except TierFullError:
-        return False
-    return True

@@ -76,6 +76,17 @@ class ChunkShard:
         """Where master weights and optimizer states rest."""
         return self._states.name
 
+    @property
+    def states_bytes(self) -> int:
+        """Bytes that `move_states` would carry now."""
+        shard, master, gradient = self.chunk.shard, self.chunk.master, self.chunk.gradient
+        num_bytes = sum(memory.nbytes for memory, _ in self._memories)
+        if master is not None and master is not shard:
+            num_bytes += master.nbytes
+            if gradient is not None and gradient is not shard:
+                num_bytes += gradient.nbytes
+        return num_bytes
+
     def move_states(self, tier: Tier) -> None:
         """Carry master weights and optimizer states to another tier, and a sum of gradients that lies beside them.
 
