@@ -390,7 +390,9 @@ class AutoRun:
         """Return an error that says what activations have to do with it."""
         remedies = remedies or self._device_remedy(needed["device"])
         if self._local_bytes:
-            remedies += f", or leave out no_sync: the device keeps {self._local_bytes:,} bytes of whole gradients for it"
+            remedies += (
+                f", or leave out no_sync: the device keeps {self._local_bytes:,} bytes of whole gradients for it"
+            )
         return PlacementError(
             f"{who} {self._others:,} bytes beside them, so this is what is left of the device's {self._total:,}. "
             f"{remedies[0].upper()}{remedies[1:]}.",

@@ -156,9 +156,7 @@ class AutoPlacementPolicy:
             stays = old.param_tier != tier or (old.keep_gathered and problem.world_size > 1)
         for other in () if stays else TIERS:
             keep = other == "device" and problem.world_size == 1
-            new = (
-                replace(old, optim_tier=other) if moves_states else replace(old, keep_gathered=keep, param_tier=other)
-            )
+            new = replace(old, optim_tier=other) if moves_states else replace(old, keep_gathered=keep, param_tier=other)
             needed = needed_bytes(problem.chunks, [*choice[:index], new, *choice[index + 1 :]], problem.ahead)
             if other != tier and fits(needed[other], problem.capacities, other):
                 return new
