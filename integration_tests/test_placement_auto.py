@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
-from gemini_chunk import ChunkManager
+from gemini_chunk import ChunkManager, TierName
 from gemini_placement import PlacementError
 from gemini_placement.tracer import trace_model
 from models import SMALL_CHUNKS, VOCABULARY, build_model, lm_loss
@@ -186,7 +186,7 @@ def check_refusal(rank: int, world_size: int) -> None:
 
 def check_refusal_of_whole_gradients(rank: int, world_size: int) -> None:
     del world_size
-    away = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}
+    away: dict[str, Any] = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}
     _, offloaded, _ = accumulate(rank, "no_sync", steps=1, **away)
     whole = sum(chunk.full_bytes for chunk in offloaded.chunk_manager.chunks)
     least = offloaded.placement.needed_bytes["device"] + activation_bytes(rank, 0)
@@ -222,7 +222,7 @@ def check_resumption(rank: int, world_size: int, mode: str) -> None:
                 place = model.placement.of(shard.chunk)
                 assert (shard.chunk.tier, shard.states_tier) == (place.param_tier, place.optim_tier), (share, warmup)
             # What is counted in `resting_bytes` and not there between steps: padding, and the sum of gradients.
-            absent = dict.fromkeys(("device", "host"), 0)
+            absent: dict[TierName, int] = {"device": 0, "host": 0}
             for chunk in model.chunk_manager.chunks:
                 absent[model.placement.of(chunk).optim_tier] += chunk.sum_bytes + chunk.padding_bytes
             for name, amount in absent.items():

@@ -365,7 +365,7 @@ class AutoRun:
 
     def _fits_anew(self, limit: int) -> bool:
         try:
-            self._try(limit)
+            self._try(max(0, limit))
         except PlacementError:
             return False
         return True

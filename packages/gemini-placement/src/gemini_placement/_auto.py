@@ -125,9 +125,9 @@ class AutoPlacementPolicy:
     ) -> Placement[ChunkT]:
         """Send away what a tier has no room for: optimizer states and then parameters, each the last first.
 
-        What the device cannot hold goes to the host, else to the disk; what the host cannot, where there is room. Chunks
-        that are their own master weights stay where they are, and so do the parameters of those that several ranks keep
-        gathered. What is left may be too much: then no more can be moved.
+        What the device cannot hold goes to the host, else to the disk; what the host cannot, where there is room.
+        Chunks that are their own master weights stay where they are, and so do the parameters of those that several
+        ranks keep gathered. What is left may be too much: then no more can be moved.
 
         Args:
             placement: where the chunks rest.
