@@ -35,8 +35,11 @@ def step_peaks(
         resting[placement.of(chunk).optim_tier] -= chunk.padding_bytes
     memory = _GradientMemory(placement, resting["device"])
     peak = memory.used
+    left = 0
     for index, access in enumerate(trace.accesses):
         memory.reduce_all_but(access.gradients)
+        # A result that has no place yet comes beside all buffers, whatever is given back for the access.
+        peak = max(peak, memory.used + min(left, starting[index]))
         memory.make_room(starting[index])
         peak = max(peak, memory.used + starting[index])
         left = held[index] - early[index]
