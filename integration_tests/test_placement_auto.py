@@ -92,7 +92,7 @@ def test_sequences_that_grow_train_as_without_a_limit_and_keep_every_capacity(wo
 def accumulate(
     rank: int, mode: str, *, steps: int = 4, resumed: bool = False, **settings: Any
 ) -> tuple[list[float], GeminiDDP, list[dict[str, int]]]:
-    """Return what `train` does, for steps of two backwards whose inputs grow within the third.
+    """Return what `train` does but for each backward, for steps of two backwards whose inputs grow within the third.
 
     Args:
         rank: of this process.
@@ -113,17 +113,17 @@ def accumulate(
     losses: list[float] = []
     peaks: list[dict[str, int]] = []
     for step in range(steps):
-        for tier in model.chunk_manager.tiers.values():
-            tier.reset_peak()
         backwards = 1 if mode == "one" else 2
         for number in range(backwards):
+            for tier in model.chunk_manager.tiers.values():
+                tier.reset_peak()
             keeps_local = mode == "no_sync" and number + 1 < backwards
             with model.no_sync() if keeps_local else contextlib.nullcontext():
                 loss = lm_loss(model, growing_ids(rank, 12 if step >= 2 and number else step))
                 losses.append(loss.item())
                 optimizer.backward(loss)
+            peaks.append({name: tier.peak for name, tier in model.chunk_manager.tiers.items()})
         optimizer.step()
-        peaks.append({name: tier.peak for name, tier in model.chunk_manager.tiers.items()})
         if resumed and step == 1:
             weights = {name: value.clone() for name, value in model.named_master_values(torch.float32)}
             states = copy.deepcopy(optimizer.state_dict(only_rank_0=False))
@@ -152,9 +152,9 @@ def check_accumulation(rank: int, world_size: int, mode: str) -> None:
             )
             assert losses == wanted, (share, warmup)
             assert all(map(torch.equal, weights_of(model), weights)), (share, warmup)
-            for step, peak in enumerate(peaks):
-                beside = activations[step >= 2] if step else 0
-                assert peak["device"] + beside <= device, (share, warmup, step)
+            for number, peak in enumerate(peaks):  # two of each step; nothing is known before the first is over
+                beside = activations[number in (5, 7)] if number else 0
+                assert peak["device"] + beside <= device, (share, warmup, number)
             on_device.add(model.placement.resting_bytes["device"])
     assert len(on_device) > 2, "more room is used"
 
