@@ -100,6 +100,10 @@ class ModelChunk:
         return self.keep or (self.world_size == 1 and self.rest == "device")
 
     @property
+    def own_tier(self) -> TierName:
+        return self.master_tier or self.rest
+
+    @property
     def in_use(self) -> bool:
         return any(self.users)
 
@@ -162,7 +166,7 @@ class ModelChunk:
             self.hide()
 
     def take_own(self) -> None:
-        self.account.take(self.rest, self.wide_bytes)
+        self.account.take(self.own_tier, self.wide_bytes)
         self.where = "own"
 
     def give_place_back(self) -> None:
@@ -207,7 +211,7 @@ class ModelChunk:
 
     def drop_gradient(self) -> None:
         if self.where is not None:
-            self.account.free("device" if self.where == "device" else self.rest, self.result_bytes)
+            self.account.free("device" if self.where == "device" else self.own_tier, self.result_bytes)
         self.gradient = self.where = None
 
     def show_again(self) -> None:

@@ -158,6 +158,57 @@ def test_master_weights_move_and_keep_their_values() -> None:
     assert own.master is own.shard, "it has none to move"
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_sum_of_gradients_lies_beside_the_master_weights_and_moves_with_them(accumulates: bool) -> None:
+    manager = ChunkManager(device=device_tier("cpu"))
+    device, host = manager.tiers["device"], manager.tiers["host"]
+    param = nn.Parameter(torch.randn(50).bfloat16())
+    chunk = manager.add_chunk([("a", param)], numel=64, accumulates=accumulates)
+    manager.close(chunk, master="host")
+    resting = (device.used, host.used)
+    assert resting == (64 * 2, 50 * 4)
+    for _ in range(2):
+        manager.gather(chunk)
+        manager.take_gradient(param, torch.ones_like(param))
+        manager.finish_backward()
+    assert (device.used, host.used) == (resting[0], resting[1] + 50 * 4)
+    chunk.move_master(device)
+    assert (device.used, host.used) == (64 * 2 + 2 * 50 * 4, 0)
+    full = host_tier(capacity=50 * 4)
+    with pytest.raises(TierFullError):
+        chunk.move_master(full)
+    assert (device.used, full.used) == (64 * 2 + 2 * 50 * 4, 0)
+    assert chunk.gradient is not None
+    assert chunk.gradient.eq(2).all()
+    assert chunk.gradient.dtype is torch.float32
+    chunk.commit()
+    assert device.used == 64 * 2 + 50 * 4
+
+
+def test_gather_takes_the_memory_of_a_gradient_that_gives_its_place_up() -> None:
+    manager = ChunkManager(device=device_tier("cpu"))
+    param = nn.Parameter(torch.randn(50).bfloat16())
+    chunk = manager.add_chunk([("a", param)], numel=64)
+    manager.close(chunk, master="device")
+    assert chunk.missing_bytes == 0
+    manager.gather(chunk)
+    manager.take_gradient(param, torch.ones_like(param))
+    manager.finish_backward()
+    used = manager.tiers["device"].used
+    assert chunk.missing_bytes == 50 * 4
+    manager.gather(chunk)
+    assert manager.tiers["device"].used == used + 50 * 4
+    assert chunk.missing_bytes == 0
+
+
+def test_sum_of_gradients_is_counted_where_one_is_expected() -> None:
+    chunk = Chunk(64, torch.bfloat16, device=device_tier("cpu"))
+    chunk.append(nn.Parameter(torch.randn(50)), "a")
+    assert (chunk.optim_bytes, chunk.sum_bytes) == (50 * 12, 0)
+    chunk.sums_gradients = True
+    assert (chunk.optim_bytes, chunk.sum_bytes) == (50 * 16, 50 * 4)
+
+
 def test_a_chunk_that_rests_gathered_holds_its_bytes_once() -> None:
     device = device_tier("cpu")
     chunk = Chunk(64, torch.float32, device=device)

@@ -136,6 +136,29 @@ def test_loading_restores_hyperparameters_scale_and_counters_in_place() -> None:
     assert other.state_dict()["loss_scaler"] == saved["loss_scaler"]
 
 
+def carry_away(zero: ZeroOptimizer) -> None:
+    """Do to all states what a model may: other memory, the same values, and nothing of use where they were."""
+    for memory in zero._memory._buffers.values():
+        old = memory.data
+        memory.data = old.clone()
+        old.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("make", [make_hybrid, make_torch, make_sgd, make_nadam])
+def test_states_may_be_carried_elsewhere_between_steps(make) -> None:
+    params, others = make_params(), make_params()
+    zero, still = ZeroOptimizer(make(params), PlainModel(params)), ZeroOptimizer(make(others), PlainModel(others))
+    for step in range(4):
+        train(zero, params, range(step, step + 1))
+        train(still, others, range(step, step + 1))
+        carry_away(zero)
+        if step == 2:
+            zero.load_state_dict(copy.deepcopy(zero.state_dict()))
+            carry_away(zero)
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+    assert_same_state(zero.state_dict()["state"], still.state_dict()["state"])
+
+
 def test_saved_state_shares_no_memory_with_training() -> None:
     params = make_params()
     zero = ZeroOptimizer(make_hybrid(params), PlainModel(params))

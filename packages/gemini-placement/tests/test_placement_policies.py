@@ -1,8 +1,10 @@
 """Where chunks rest: exact shares for the static policy, capacities for the automatic one."""
 
+import dataclasses
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,8 @@ from gemini_placement import (
     PlacementError,
     StaticPlacementPolicy,
 )
-from gemini_placement.testing import UNLIMITED, PaperChunk, paper_chunks
+from gemini_placement.interfaces import TierName
+from gemini_placement.testing import UNLIMITED, PaperChunk, paper_chunks, there_and_back
 
 
 def real_chunks(params_per_chunk: int, *, world_size: int, count: int = 24) -> list[PaperChunk]:
@@ -403,13 +406,41 @@ def test_auto_places_again_within_other_capacities_what_can_be_moved(given_chunk
             kept = world_size > 1 and old.keep_gathered
             assert placed.of(chunk).keep_gathered == kept or world_size == 1
             assert not kept or placed.of(chunk).param_tier == "device"
-    evicted = policy.evict(placement, capacities={"device": second, "host": None})
-    for chunk, old in zip(chunks, before, strict=True):
-        assert evicted.of(chunk).optim_tier == old.optim_tier
-        assert evicted.of(chunk).param_tier in (old.param_tier, "host")
-    if evicted.needed_bytes["device"] > second:
-        stay = [chunk for chunk in chunks if evicted.of(chunk).param_tier == "device"]
-        assert all(world_size > 1 and evicted.of(chunk).keep_gathered for chunk in stay)
+    for moves_params in (True, False):
+        evicted = policy.evict(placement, capacities={"device": second, "host": None}, moves_params=moves_params)
+        moved = [old.param_tier != evicted.of(chunk).param_tier for chunk, old in zip(chunks, before, strict=True)]
+        states = [chunk for chunk in chunks if chunk.optim_bytes and evicted.of(chunk).optim_tier == "device"]
+        for chunk, old in zip(chunks, before, strict=True):
+            assert evicted.of(chunk).optim_tier in (old.optim_tier, "host")
+            assert evicted.of(chunk).param_tier in (old.param_tier, "host")
+        assert not any(moved) or (moves_params and not states), "states leave first"
+        if evicted.needed_bytes["device"] > second:
+            stay = [chunk for chunk in chunks if evicted.of(chunk).param_tier == "device"]
+            assert not states
+            assert not moves_params or all(world_size > 1 and evicted.of(chunk).keep_gathered for chunk in stay)
+
+
+def summing(chunks: Sequence[PaperChunk]) -> tuple[PaperChunk, ...]:
+    """Return the chunks as they are where gradients of several backwards are summed in fp32."""
+    return tuple(
+        dataclasses.replace(chunk, optim_bytes=8 * chunk.shard_bytes, sum_bytes=2 * chunk.shard_bytes)
+        for chunk in chunks
+    )
+
+
+@pytest.mark.parametrize(("tier", "gradient"), [("host", {"device->host": 8192}), ("disk", {"device->disk": 8192})])
+def test_sum_of_gradients_rests_and_travels_with_the_states(tier: TierName, gradient: dict[str, int]) -> None:
+    plain = paper_chunks(4)
+    sums = summing(plain)
+    away = ChunkPlacement(keep_gathered=False, param_tier="device", optim_tier=tier)
+    placement = Placement(sums, [away] * 4, world_size=2)
+    assert placement.resting_bytes[tier] == 4 * 8 * 2048
+    plan = AutoPlacementPolicy().schedule(there_and_back(sums), placement)
+    states = {"disk->host": 4 * 8 * 2048, "host->disk": 4 * 6 * 2048} if tier == "disk" else {}
+    assert plan.traffic == {"ranks": plan.traffic["ranks"], **gradient, "host->device": 8192, **states}
+    # Parameters on the device keep their place, so a reduced gradient is beside them on its way to the sum.
+    peak = AutoPlacementPolicy().schedule(there_and_back(plain), Placement(plain, [away] * 4, world_size=2)).peak_bytes
+    assert plan.peak_bytes["device"] == peak["device"] + 2048
 
 
 def test_chunks_that_are_their_own_master_weights_are_not_placed_again() -> None:

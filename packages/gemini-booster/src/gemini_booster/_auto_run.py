@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,8 @@ from torch.utils._pytree import tree_iter
 
 from gemini_booster._first_step import FirstStep
 from gemini_booster._shards import ChunkShard
-from gemini_chunk import Chunk, ChunkManager, TierFullError, TierName
-from gemini_placement import AutoPlacementPolicy, MemStats, Placement, PlacementError, Plan
+from gemini_chunk import Chunk, ChunkManager, TierName
+from gemini_placement import AutoPlacementPolicy, ChunkPlacement, MemStats, Placement, PlacementError, Plan
 from gemini_placement.interfaces import Trace
 
 logger = logging.getLogger("gemini_booster")
@@ -39,7 +41,15 @@ class AutoRun:
     Of the device's bytes, model states get at first what ``warmup_non_model_data_ratio`` leaves, or the least that they
     need. The first training step shows what everything else takes, on the rank where that is most; then they get the
     rest, and come to the device as far as there is room. A step whose inputs are larger is taken to need more in the
-    same measure: parameters leave the device for good as far as that takes, and less stays gathered.
+    same measure: optimizer states and parameters leave the device for good as far as that takes, and less stays
+    gathered.
+
+    [Note: Gradients that stay]
+    A step of one backward has its reduced gradients in the place of the parameters. Where gradients of several are
+    summed, that takes memory beside the optimizer states; backwards under ``no_sync`` keep gradients of full size on
+    the device. Neither is foretold, unless by the setting for the former, so a forward that finds them, or is called
+    under ``no_sync``, lets them be counted from then on. At once optimizer states can make room, for only parameters
+    have gradients in their place; those follow between steps.
 
     Args:
         policy: places the chunks.
@@ -49,7 +59,7 @@ class AutoRun:
 
     Attributes:
         memstats: the record, once there is one.
-        placement: where chunks rest, or will once no gradient is in the way.
+        placement: where chunks rest, or will from the next forward that begins a step.
         first_step: records the first training step; None once that is done, or where nothing is to be recorded.
     """
 
@@ -65,8 +75,10 @@ class AutoRun:
         self._exchange: Exchange = lambda numbers: [list(numbers)]
         self.first_step: FirstStep | None = None
         self._is_moving = self._has_warned = False
-        self._elements = self._budget = self._slack = 0
+        self._elements = self._budget = self._local_bytes = 0
+        self._trace: Trace[Chunk] | None = None
         self.placement = self._place()
+        self._least = self.placement.needed_bytes["device"]
 
     def start(self, module: nn.Module, shards: Sequence[ChunkShard], exchange: Exchange) -> None:
         """Be ready for the first step.
@@ -82,20 +94,19 @@ class AutoRun:
             self.first_step = FirstStep(module, self._device)
 
     def _place(self) -> Placement[Chunk]:
+        # A step that nothing was foretold of may take more than its placement says.
+        self._device.capacity = self._total
         if self._total is None:
             return self._place_within(None)
         if self.memstats is not None:
-            self._budget = self._device.capacity = self._policy.model_bytes(self._total, self.memstats)
+            self._device.capacity = self._budget = self._policy.model_bytes(self._total, self.memstats)
             try:
                 return self._place_within(self._budget)
             except PlacementError as error:
                 if error.needed["device"] <= self._budget:
                     raise  # another tier is too small
-                others = self._most(self.memstats.max_non_model_bytes)
-                enough = self._total_for(error.needed["device"] + others)
-                raise self._refusal(error.needed, "A step takes", others, enough) from None
-        # A step that nothing was foretold of may take more than its placement says.
-        self._device.capacity = self._total
+                remedies = self._device_remedy(self._total_for(error.needed["device"]))
+                raise self._refusal(error.needed, "A step takes", remedies) from None
         return self._first_placement(self._total)
 
     def _first_placement(self, total: int) -> Placement[Chunk]:
@@ -116,12 +127,22 @@ class AutoRun:
     def _capacities(self) -> dict[TierName, int | None]:
         return {name: tier.capacity for name, tier in self._manager.tiers.items()}
 
-    def begin_forward(self, inputs: object, *, trains: bool) -> None:
-        """Hear of a forward that is about to be called with these inputs."""
+    def begin_forward(self, inputs: object, *, trains: bool, keeps_local: bool) -> None:
+        """Hear of a forward that is about to be called with these inputs.
+
+        Args:
+            inputs: what the model is called with.
+            trains: whether a backward may follow.
+            keeps_local: whether that keeps its gradients on this rank.
+
+        Raises:
+            PlacementError: gradients that stay from one backward to the next do not fit; see [Note: Gradients that
+                stay]. Every rank raises.
+        """
         self.end_recording()
         self._move()
-        if trains and self._total is not None:
-            self._leave_room(sum(leaf.numel() for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)))
+        if self._total is not None:
+            self._hear(inputs if trains else (), trains=trains, keeps_local=keeps_local)
         if trains and self.first_step is not None:
             self.first_step.enter()
 
@@ -145,36 +166,138 @@ class AutoRun:
         if self.first_step is not None:
             self.first_step.cancel()
 
-    def _leave_room(self, elements: int) -> None:
-        """Take from model states what a step needs whose inputs have more elements than those that were measured."""
-        elements = self._most(elements)
-        if self.memstats is None:
-            self._elements = max(self._elements, elements)
-            return
-        self._elements = self._elements or elements
+    def _hear(self, inputs: object, *, trains: bool, keeps_local: bool) -> None:
+        """Take from model states what a forward, and the backward after it, need more than those before."""
+        chunks = [shard.chunk for shard in self._shards]
+        elements = sum(leaf.numel() for leaf in tree_iter(inputs) if isinstance(leaf, Tensor))
+        sums = any(chunk.gradient is not None for chunk in chunks)
+        local = trains and (keeps_local or any(chunk.has_local_gradient for chunk in chunks))
+        if trains:
+            numbers = self._exchange([elements, int(sums), int(local)])
+            elements, sums, local = (max(column) for column in zip(*numbers, strict=True))
+            if self.memstats is None:
+                self._elements = max(self._elements, elements)
+            self._elements = self._elements or elements
+        is_new = False
+        if sums and not all(chunk.sums_gradients for chunk in chunks):
+            is_new = True
+            for chunk in chunks:
+                chunk.sums_gradients = True
+        if local and not self._local_bytes:
+            is_new = True
+            self._local_bytes = sum(chunk.numel * chunk.reduce_dtype.itemsize for chunk in chunks)
+        if trains or is_new:
+            self._leave_room(elements, stays=bool(sums or local), is_new=is_new)
+
+    def _leave_room(self, elements: int, *, stays: bool, is_new: bool) -> None:
+        """Leave room on the device for inputs of so many elements, and for gradients that stay.
+
+        Args:
+            elements: of the inputs.
+            stays: whether gradients stay from one backward to the next.
+            is_new: whether more of them do than were counted before.
+        """
         assert self._total is not None
-        whole = int(self._total * self._policy.steady_cuda_cap_ratio)
-        others = (whole - self._budget) * max(self._elements, elements) // max(1, self._elements)
-        if whole - others < self._least:
-            capacities = self._capacities | {"device": max(0, whole - others - self._slack)}
-            self.placement = self._policy.evict(self.placement, capacities=capacities)
-            self._is_moving = True
-            self._move()
-        if whole - others < self._least and not self._has_warned:
+        whole = room = self._total
+        if self.memstats is not None:
+            whole, room = int(self._total * self._policy.steady_cuda_cap_ratio), self._budget
+            # What else a step takes is taken to grow with its inputs.
+            room = whole - (whole - room) * max(self._elements, elements) // max(1, self._elements)
+        limit = room - self._local_bytes
+        if is_new or limit < self._least:
+            self._evict(limit)
+        here, least = self.placement, self._least
+        if self._is_moving:
+            here = self._resting()
+            least = self._needs(here)
+        if stays and (self._least > self._firm - self._local_bytes or self._lacks(self.placement)):
+            raise self._gradients_refused(self.placement)
+        if stays and self._lacks(here):
+            raise self._gradients_refused(here)
+        least += self._local_bytes
+        if room < least and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "A step with these inputs takes about %d bytes of the device beside model states, which cannot take "
-                "less than %d of the %d for both: fp32 parameters, and optimizer states on the device, stay there.",
-                others,
-                self._least,
+                "less than %d of the %d for both: chunks in use, fp32 parameters, and what the other tiers have no "
+                "room for, stay there.",
+                whole - room,
+                least,
                 whole,
             )
-        self._device.capacity = max(whole - others, self._least)
+        self._device.capacity = max(room, least)
 
-    @property
-    def _least(self) -> int:
-        """Bytes of the device that a step takes at least, as chunks are placed now."""
-        return self.placement.needed_bytes["device"] + self._slack
+    def _evict(self, limit: int) -> None:
+        """Let model states take no more than ``limit`` bytes of the device, as far as they can leave it.
+
+        Parameters whose place a gradient has do so when the next step begins.
+        """
+        self.placement, self._least = self._within(limit, self.placement)
+        self._is_moving = True
+        self._move()
+        if self._is_moving:
+            now, _ = self._within(limit, self._resting(), moves_params=False)
+            self._carry(self._moves_of_states(now))
+
+    def _within(
+        self,
+        limit: int,
+        placement: Placement[Chunk],
+        *,
+        capacities: Mapping[TierName, int | None] | None = None,
+        moves_params: bool = True,
+    ) -> tuple[Placement[Chunk], int]:
+        """Return a placement that is evicted until its steps need ``limit`` bytes of the device, and what they do."""
+        given, tried = limit, ""
+        capacities = self._capacities if capacities is None else capacities
+        while True:
+            evicted = self._policy.evict(
+                placement, capacities={**capacities, "device": max(0, given)}, moves_params=moves_params
+            )
+            least = self._needs(evicted)
+            if least <= limit or evicted.digest == tried:
+                return evicted, least
+            # A step may need more than is known of chunks without an order of use.
+            given = min(given, evicted.needed_bytes["device"]) - (least - limit)
+            tried = evicted.digest
+
+    def _needs(self, placement: Placement[Chunk]) -> int:
+        """Return the bytes of the device that a step takes where chunks are placed so, and nothing is held."""
+        least = placement.needed_bytes["device"]
+        if self._trace is None:
+            return least
+        bare = self._placed([placement.of(chunk) for chunk in placement.chunks])
+        peak = self._policy.schedule(self._trace, bare).peak_bytes["device"]
+        peak += int(_INACCURACY * (peak - placement.resting_bytes["device"]))
+        return max(least, self._most(peak))
+
+    def _lacks(self, placement: Placement[Chunk]) -> bool:
+        """Whether a tier beside the device has no room for a placement."""
+        capacities = {name: capacity for name, capacity in self._capacities.items() if name != "device"}
+        return any(
+            capacity is not None and placement.needed_bytes[name] > capacity for name, capacity in capacities.items()
+        )
+
+    def _resting(self) -> Placement[Chunk]:
+        """Return where chunks rest now, which may not be where they are to rest."""
+        chunks, states = self._manager.chunks, {shard.chunk: shard.states_tier for shard in self._shards}
+        places = [
+            ChunkPlacement(
+                keep_gathered=chunk.keeps_gathered, param_tier=chunk.tier, optim_tier=states.get(chunk, "device")
+            )
+            for chunk in chunks
+        ]
+        return self._placed(places)
+
+    def _placed(self, places: Sequence[ChunkPlacement]) -> Placement[Chunk]:
+        return Placement(
+            self._manager.chunks,
+            places,
+            max_prefetch=self._policy.max_prefetch,
+            max_fetch=self._policy.max_fetch,
+            world_size=self._manager.world_size,
+            device_capacity=0,  # nothing is held beyond its use
+        )
 
     def learn(self, trace: Trace[Chunk]) -> Plan[Chunk] | None:
         """Use what the first step has shown; every rank calls it at the end of that step's backward.
@@ -185,18 +308,15 @@ class AutoRun:
         Raises:
             PlacementError: model states and activations do not fit together.
         """
+        self._trace = self._trace or trace
         if self.first_step is None or not self.first_step.is_recording:
             return None
         self.memstats = self.first_step.finish()
         if self._total is None:
             return None
         self._budget = -self._most(-self._policy.model_bytes(self._total, self.memstats))
-        placement, plan, peak = self._fit(trace)
-        self.placement = placement
-        self._slack = max(0, peak - placement.needed_bytes["device"])
-        self._device.capacity = self._budget
-        for shard in self._shards:
-            shard.move_states(self._manager.tier(self.placement.of(shard.chunk).optim_tier))
+        self.placement, plan, peak = self._fit(trace)
+        self._least = max(min(peak, self._needs(self.placement)), self.placement.needed_bytes["device"])
         self._is_moving = True
         return plan
 
@@ -204,35 +324,38 @@ class AutoRun:
         """Return a placement whose plan fits, with as much on the device as may be, the plan, and its peak there."""
         assert self.memstats is not None
         away = self._all_away(self.placement)
+        budget = self._budget - self._local_bytes
         tight: tuple[Placement[Chunk], Plan[Chunk], int] | None = None
-        for placement in self._candidates(away):
+        for placement in self._candidates(away, budget):
             plan = self._policy.schedule(trace, placement)
             peak = max(self._most(plan.peak_bytes["device"]), placement.needed_bytes["device"])
-            if peak <= self._budget and tight is None:
+            if peak <= budget and tight is None:
                 tight = placement, plan, peak
             peak += int(_INACCURACY * self._most(plan.peak_bytes["device"] - placement.resting_bytes["device"]))
-            if peak <= self._budget:
+            if peak <= budget:
                 return placement, plan, peak
         if tight is not None:
             return tight
-        others = self._most(self.memstats.max_non_model_bytes)
         needed = {**self._policy.schedule(trace, away).peak_bytes, "device": self._least_peak(trace, away)}
-        raise self._refusal(needed, "The first step took", others, self._enough(trace, others))
+        needed["device"] += self._local_bytes
+        raise self._refusal(needed, "The first step took", self._device_remedy(self._enough(trace)))
 
-    def _candidates(self, away: Placement[Chunk]) -> Iterator[Placement[Chunk]]:
+    def _candidates(self, away: Placement[Chunk], budget: int) -> Iterator[Placement[Chunk]]:
         """Yield placements, the best first, the last with as little on the device as may be.
 
         A plan may take more than its placement says, which knows no order of use. With less given to it, chunks leave
         the device, or stay gathered for a shorter time.
         """
-        floor = away.needed_bytes["device"]
-        for number in range(_BUDGETS + 1) if floor <= self._budget else ():
-            limit = self._budget - number * (self._budget - floor) // _BUDGETS
+        # Where the host is short this is not the least, but a placement may fit yet.
+        floor = min(away.needed_bytes["device"], budget)
+        for number in range(_BUDGETS + 1) if budget > 0 else ():
+            limit = budget - number * (budget - floor) // _BUDGETS
             try:
                 yield self._policy.place_again(self.placement, capacities=self._capacities | {"device": limit})
             except PlacementError:
                 break
-        yield away
+        if not self._lacks(away):
+            yield away
 
     def _all_away(self, placement: Placement[Chunk]) -> Placement[Chunk]:
         return self._policy.evict(placement, capacities=self._capacities | {"device": 0})
@@ -242,7 +365,7 @@ class AutoRun:
         peak = self._most(self._policy.schedule(trace, away).peak_bytes["device"])
         return max(peak, away.needed_bytes["device"])
 
-    def _enough(self, trace: Trace[Chunk], others: int) -> int:
+    def _enough(self, trace: Trace[Chunk]) -> int:
         """Return bytes of the device that would do for such a step.
 
         On a larger device the first placement may bring there what cannot leave it, and so need more.
@@ -252,12 +375,13 @@ class AutoRun:
         while enough > total:
             total = max(enough, total)
             away = self._all_away(self._first_placement(total))
-            enough = self._total_for(self._least_peak(trace, away) + others)
+            enough = self._total_for(self._least_peak(trace, away) + self._local_bytes)
         return total
 
     def _total_for(self, num_bytes: int) -> int:
-        """Return the least bytes of the device of which a step may take so many."""
-        share = self._policy.steady_cuda_cap_ratio
+        """Return the least bytes of the device that leave so many to model states and gradients."""
+        share = 1.0 if self.memstats is None else self._policy.steady_cuda_cap_ratio
+        num_bytes += self._others
         total = int(num_bytes / share)
         while int(total * share) < num_bytes:
             total += 1
@@ -266,35 +390,124 @@ class AutoRun:
     def _most(self, amount: int) -> int:
         return max(numbers[0] for numbers in self._exchange([amount]))
 
-    def _refusal(self, needed: Mapping[TierName, int], who: str, others: int, enough: int) -> PlacementError:
-        """Return an error that says what activations have to do with it, and how many bytes of the device would do."""
+    def _gradients_refused(self, placement: Placement[Chunk]) -> PlacementError:
+        """Return an error for gradients that stay from one backward to the next and have no room."""
+        needed = {**placement.needed_bytes, "device": self._needs(placement) + self._local_bytes}
+        limit = self._firm - self._local_bytes
+        roomy, least = self._within(limit, placement, capacities=self._capacities | {"host": None})
+        remedies = []
+        if needed["device"] > self._firm:
+            remedies.append(self._device_remedy(self._total_for(needed["device"])))
+        if least <= limit and self._capacities["host"] is not None:
+            remedies.append(f"give the host {roomy.needed_bytes['host']:,} bytes")
+        if not all(shard.chunk.accumulates for shard in self._shards) and self._fits_anew(limit):
+            remedies.append("set enable_gradient_accumulation, which counts sums of gradients from the start")
+        remedies = remedies or [self._device_remedy(self._total_for(needed["device"]))]
+        return self._refusal(needed, "A step takes", ", or ".join(remedies))
+
+    def _fits_anew(self, limit: int) -> bool:
+        try:
+            self._place_within(max(0, limit))
+        except PlacementError:
+            return False
+        return True
+
+    def _device_remedy(self, enough: int) -> str:
+        return f"use activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes"
+
+    @property
+    def _firm(self) -> int:
+        """Bytes of the device for model states and gradients in a step as it was measured, if any was."""
+        assert self._total is not None
+        return self._total if self.memstats is None else self._budget
+
+    @property
+    def _others(self) -> int:
+        """Bytes of the device that a step was measured to take beside them, on the rank where that is most."""
+        return 0 if self.memstats is None else self._most(self.memstats.max_non_model_bytes)
+
+    def _refusal(self, needed: Mapping[TierName, int], who: str, remedies: str) -> PlacementError:
+        """Return an error that says what activations have to do with it, and what would do."""
+        if self._local_bytes:
+            remedies += (
+                f", or leave out no_sync: the device keeps {self._local_bytes:,} bytes of whole gradients for it"
+            )
         return PlacementError(
-            f"{who} {others:,} bytes beside them, so this is what is left of the device's {self._total:,}. Use "
-            f"activation checkpoints, a smaller batch or smaller chunks, or give the device {enough:,} bytes.",
+            f"{who} {self._others:,} bytes beside them, so this is what is left of the device's {self._total:,}. "
+            f"{remedies[0].upper()}{remedies[1:]}.",
             needed=needed,
-            available=self._capacities | {"device": self._budget},
+            available=self._capacities | {"device": self._firm},
         )
 
     def _move(self) -> None:
-        """Carry parameters to where they rest from now on, once the optimizer has used the gradients in their place."""
+        """Carry model states to where they rest from now on, once the optimizer has used the gradients in the way."""
         if not self._is_moving or any(self._is_busy(chunk) for chunk in self._manager.chunks):
             return
-        stay = self._manager.world_size > 1  # a single rank's chunks are gathered as long as they rest on the device
-        waiting = [chunk for chunk in self._manager.chunks if not (stay and chunk.keeps_gathered)]
-        while waiting:
-            left = [chunk for chunk in waiting if not self._moved(chunk)]
-            if len(left) == len(waiting):
-                break  # they stay: two would have to change places, and neither tier has room for both
-            waiting = left
+        moves = self._moves_of_states(self.placement) + self._moves_of_params(self.placement)
+        if not self._carry(moves):
+            self.placement = self._resting()
+            self._least = self._needs(self.placement)
         self._is_moving = False
 
     def _is_busy(self, chunk: Chunk) -> bool:
-        return chunk.users > 0 or chunk.gradient is not None or chunk.has_local_gradient
+        return chunk.users > 0 or chunk.gradient is not None
 
-    def _moved(self, chunk: Chunk) -> bool:
-        """Carry a chunk's parameters to where they are to rest, if there is room now."""
-        try:
-            self._manager.move(chunk, self.placement.of(chunk).param_tier)
-        except TierFullError:
-            return False
+    def _moves_of_states(self, placement: Placement[Chunk]) -> list[_Move]:
+        moves = []
+        for shard in self._shards:
+            tier, num_bytes = placement.of(shard.chunk).optim_tier, shard.states_bytes
+            carry = partial(shard.move_states, self._manager.tier(tier))
+            moves.append(_Move(shard.states_tier, tier, num_bytes, num_bytes, carry))
+        return [move for move in moves if move.source != move.tier]
+
+    def _moves_of_params(self, placement: Placement[Chunk]) -> list[_Move]:
+        alone = self._manager.world_size == 1  # what rests on the device is gathered as long as it does
+        moves = []
+        for chunk in self._manager.chunks:
+            source, tier = chunk.tier, placement.of(chunk).param_tier
+            if source != tier and (alone or not chunk.keeps_gathered):
+                frees, takes = (
+                    chunk.full_bytes if alone and where == "device" else chunk.shard_bytes for where in (source, tier)
+                )
+                moves.append(_Move(source, tier, frees, takes, partial(self._manager.move, chunk, tier)))
+        return moves
+
+    def _carry(self, moves: Sequence[_Move]) -> bool:
+        """Make the moves for which there is room or gets room, those off the device first.
+
+        Ranks may have a little more or less of what pads a shard; they make the same moves all the same.
+
+        Returns:
+            Whether all were made.
+        """
+        tiers = self._manager.tiers
+        numbers = [tier.used for tier in tiers.values()] + [move.takes for move in moves]
+        numbers = [max(column) for column in zip(*self._exchange(numbers), strict=True)]
+        used = dict(zip(tiers, numbers, strict=False))
+        takes = dict(zip(moves, numbers[len(tiers) :], strict=True))
+        waiting = sorted(moves, key=lambda move: move.tier == "device")
+        while waiting:
+            left = []
+            for move in waiting:
+                capacity = tiers[move.tier].capacity
+                if capacity is not None and used[move.tier] + takes[move] > capacity:
+                    left.append(move)
+                    continue
+                move.carry()
+                used[move.tier] += takes[move]
+                used[move.source] -= move.frees
+            if len(left) == len(waiting):
+                return False  # two would have to change places, and neither tier has room for both
+            waiting = left
         return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Move:
+    """What carries a part of a chunk from one tier to another, with the bytes that it frees and takes."""
+
+    source: TierName
+    tier: TierName
+    frees: int
+    takes: int
+    carry: Callable[[], None]

@@ -299,8 +299,10 @@ class GeminiDDP(ZeroDDP[Chunk]):
         if auto is None:
             return super().forward(*args, **kwargs)
         if self.is_interrupted:
+            self.reset()
             auto.forget_step()
-        auto.begin_forward((args, kwargs), trains=self.training and torch.is_grad_enabled())
+        trains = self.training and torch.is_grad_enabled()
+        auto.begin_forward((args, kwargs), trains=trains, keeps_local=not self._engine.reduces)
         try:
             output = super().forward(*args, **kwargs)
         except BaseException:

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from gemini_chunk import Chunk, ChunkError, Handle, Tier
+from gemini_chunk import Chunk, ChunkError, Handle, Tier, TierName
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,7 @@ class ChunkShard:
         self._following = following
         self._behind = behind
         self._reads_ahead = following is not None
-        self._memories: list[Tensor] = []
-        self._next_states: Tier | None = None
+        self._memories: list[tuple[Tensor, str]] = []
         self._committed: Handle | None = None
 
     @property
@@ -72,9 +71,46 @@ class ChunkShard:
             runs.append(ParamRun(part.info.tensor, part.start, part.numel, part.param_offset))
         return runs
 
+    @property
+    def states_tier(self) -> TierName:
+        """Where master weights and optimizer states rest."""
+        return self._states.name
+
+    @property
+    def states_bytes(self) -> int:
+        """Bytes that `move_states` would carry now."""
+        shard, master, gradient = self.chunk.shard, self.chunk.master, self.chunk.gradient
+        num_bytes = sum(memory.nbytes for memory, _ in self._memories)
+        if master is not None and master is not shard:
+            num_bytes += master.nbytes
+            if gradient is not None and gradient is not shard:
+                num_bytes += gradient.nbytes
+        return num_bytes
+
     def move_states(self, tier: Tier) -> None:
-        """Let the states rest in another tier from the next update on; where there are some already, they stay."""
-        self._next_states = tier
+        """Carry master weights and optimizer states to another tier, and a sum of gradients that lies beside them.
+
+        Raises:
+            TierFullError: the other tier has no room for all; they stay where they are.
+        """
+        if tier is self._states:
+            return
+        targets: list[Tensor] = []
+        try:
+            for memory, label in self._memories:
+                targets.append(tier.allocate(memory.numel(), memory.dtype, f"{self.name} {label}"))
+            self.chunk.move_master(tier)
+        except BaseException:
+            for target in targets:
+                tier.free(target)
+            raise
+        for (memory, _), target in zip(self._memories, targets, strict=True):
+            old = memory.data
+            memory.data = target.copy_(old)  # the optimizer's own tensor: it finds its states there
+            tier.receive(self._states, old.nbytes)
+            self._states.free(old)
+            tier.page_out(target)
+        self._states = tier
 
     def grad(self) -> Tensor | None:
         """The averaged gradient, shape ``(shard_numel,)``.
@@ -82,10 +118,6 @@ class ChunkShard:
         Raises:
             ChunkError: this rank has gradients of backwards under ``no_sync`` that have not been averaged.
         """
-        if self._next_states is not None and not self._memories:
-            self.chunk.move_master(self._next_states)
-            self._states = self._next_states
-        self._next_states = None
         if self.chunk.has_local_gradient:
             raise ChunkError(
                 f"{self.name} has gradients that were not averaged over the ranks: the last backward before "
@@ -105,13 +137,14 @@ class ChunkShard:
     def page_in(self) -> None:
         """Tell that gradient, master weights and states are needed soon: from the disk they are read ahead."""
         self.chunk.page_in(master=True)
-        for memory in self._memories:
+        for memory, _ in self._memories:
             self._states.page_in(memory)
 
     def new_state(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
         """Return zeroed memory, accounted for in the tier where the chunk's states rest."""
-        self._memories.append(self._states.allocate(numel, dtype, f"{self.name} {label}").zero_())
-        return self._memories[-1]
+        memory = self._states.allocate(numel, dtype, f"{self.name} {label}").zero_()
+        self._memories.append((memory, label))
+        return memory
 
     def without_gradient(self) -> Collection[nn.Parameter]:
         """The parameters of which no rank has a gradient."""
@@ -123,7 +156,7 @@ class ChunkShard:
         self._count_update()  # it looks at the master weights, for which it would have to wait afterwards
         self._committed = self._behind.last = self.chunk.start_commit()
         self._reads_ahead = True
-        for memory in self._memories:
+        for memory, _ in self._memories:
             self._states.page_out(memory)
 
     def wait_commit(self) -> None:
@@ -134,12 +167,14 @@ class ChunkShard:
     def _count_update(self) -> None:
         """Count what the update has moved: the gradient and the new weights, and states on the disk there and back."""
         computes = self._host if self._states.name == "disk" else self._states
-        rest, master = self.chunk.rest, self.chunk.master
-        computes.receive(rest, self.chunk.shard_bytes)
+        rest, master, gradient = self.chunk.rest, self.chunk.master, self.chunk.gradient
+        in_place = gradient is self.chunk.shard or master is self.chunk.shard
+        if gradient is not None:
+            computes.receive(rest if in_place else self._states, gradient.nbytes)
         if master is not None:
             if master is not self.chunk.shard:
                 rest.receive(computes, self.chunk.shard_bytes)
-            state_bytes = master.nbytes + sum(memory.nbytes for memory in self._memories)
+            state_bytes = master.nbytes + sum(memory.nbytes for memory, _ in self._memories)
             computes.receive(self._states, state_bytes)
             self._states.receive(computes, state_bytes)
 

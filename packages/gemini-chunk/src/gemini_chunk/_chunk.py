@@ -114,6 +114,11 @@ class Chunk(HeldLayout):
         return self._closed and self._gathering.can_fetch
 
     @property
+    def missing_bytes(self) -> int:
+        """Bytes of the compute device that a gather would take now, a gradient that gives its place up included."""
+        return super().missing_bytes + self._reduction.displaced_bytes
+
+    @property
     def stages_gradient(self) -> bool:
         """Whether a reduced gradient comes to the compute device first when the shard rests on another tier."""
         return self._device.device.type != "cpu" or self.dtype != self.reduce_dtype or self.accumulates
@@ -370,6 +375,8 @@ class Chunk(HeldLayout):
     def move_master(self, tier: Tier) -> None:
         """Carry separate master weights to another tier; both hold them meanwhile. Without any, nothing happens.
 
+        A gradient in memory of its own goes with them.
+
         Raises:
             TierFullError: the other tier has no room; they stay where they are.
         """
@@ -378,6 +385,11 @@ class Chunk(HeldLayout):
             return
         self._mover.finish_update()  # it reads them
         target = tier.allocate(self.shard_numel, self.master_dtype, f"{self.name} master weights")
+        try:
+            self._reduction.move(tier)
+        except BaseException:
+            tier.free(target)
+            raise
         target.copy_(self._master)
         tier.receive(self._master_tier, target.nbytes)
         self._master_tier.free(self._master)

@@ -61,6 +61,10 @@ def held_by_rank(info: TensorInfo, world_size: int, shard_numel: int) -> list[in
 class Layout:
     """Which tensors a chunk holds, where they lie, and how many bytes follow from it.
 
+    Attributes:
+        sums_gradients: whether memory for a sum of several backwards' gradients is to be expected, for planning: from
+            the start where they accumulate, and else as soon as somebody knows of it.
+
     Args:
         numel: elements of the full buffer, a multiple of the world size.
         dtype: dtype of the full buffer.
@@ -96,7 +100,7 @@ class Layout:
         self.dtype = dtype
         self.name = name
         self.trainable = trainable and (dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1))
-        self.accumulates = accumulates
+        self.accumulates = self.sums_gradients = accumulates
         self.tensors: tuple[TensorInfo, ...] = ()
         self.used_numel = 0
         self._rank = rank
@@ -141,10 +145,16 @@ class Layout:
         """Bytes that rest with the optimizer on this rank, beyond the shard: expected states, and one fp32 shard.
 
         That is the master weights where they are separate, and otherwise the gradient, whose place they then leave.
+        A sum of several backwards' gradients, where one is to be expected, comes on top.
         """
         if not self.trainable:
             return 0
-        return self.shard_numel * self.master_dtype.itemsize * (1 + self._state_numel + int(self.accumulates))
+        return self.shard_numel * self.master_dtype.itemsize * (1 + self._state_numel) + self.sum_bytes
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of ``optim_bytes``, what the sum of several backwards' gradients takes; 0 where none is to be expected."""
+        return self.shard_numel * self.master_dtype.itemsize if self.trainable and self.sums_gradients else 0
 
     @property
     def padding_bytes(self) -> int:

@@ -52,11 +52,11 @@ class Reduction:
     [Note: The gradient takes the place of the parameters]
     Where a separate master weight exists, the reduced gradient is written over this rank's shard of the working
     parameters: nothing reads them until the optimizer casts the new master weights back. Should the parameters be asked
-    for earlier (a second backward before the step, an evaluation), the gradient moves to memory of its own and the
-    working shard is cast from the master weights again.
+    for earlier (a second backward before the step, an evaluation), the gradient moves to memory of its own, beside the
+    master weights, and the working shard is cast from those again.
 
     [Note: The gradient on its way]
-    To a shard that rests off the compute device the reduced gradient is copied in the background. Until it has landed
+    To where it waits off the compute device the reduced gradient is copied in the background. Until it has landed
     `result` is its place and not yet its value, and the memory it comes from is not lent again.
 
     [Note: A gradient set aside]
@@ -90,7 +90,17 @@ class Reduction:
     @property
     def takes_place(self) -> bool:
         """Whether the gradient has the place of the parameters, or may be about to take it."""
-        return self._running is not None or (self.result is not None and self.result is self._chunk._shard)
+        return self._running is not None or self._is_in_place
+
+    @property
+    def _is_in_place(self) -> bool:
+        return self.result is not None and self.result is self._chunk._shard
+
+    @property
+    def displaced_bytes(self) -> int:
+        """Bytes of the compute device that a gradient in the parameters' place would take once those are asked for."""
+        chunk = self._chunk
+        return chunk.shard_numel * chunk.master_dtype.itemsize * (self._is_in_place and self._own_tier is chunk._device)
 
     def take(self, gradients: Iterable[tuple[TensorInfo, Tensor]], pool: BufferPool) -> bool:
         """See `Chunk.take_gradients`."""
@@ -288,8 +298,8 @@ class Reduction:
         if self._may_replace:
             self.result, self._result_tier = self._replaceable_shard(), None
         elif self.result is None:
-            self.result, self._result_tier = self._own_memory(), chunk._rest
-        chunk._rest.receive(chunk._device, reduced.nbytes)
+            self.result, self._result_tier = self._own_memory(), self._own_tier
+        self._tier.receive(chunk._device, reduced.nbytes)
         self._give_back = give_back
         try:
             self._carrying = self._carry(self.result, reduced, adds=adds)
@@ -301,8 +311,8 @@ class Reduction:
 
     def _carry(self, result: Tensor, reduced: Tensor, *, adds: bool) -> Handle:
         """Start to copy, or add, to where the gradient waits."""
-        if not adds and self._chunk._rest is not self._chunk._device:
-            return self._chunk._rest.incoming.start(result, reduced)
+        if not adds and self._tier is not self._chunk._device:
+            return self._tier.incoming.start(result, reduced)
         if adds:
             result.add_(reduced.to(result.device))
         else:
@@ -330,24 +340,48 @@ class Reduction:
             give_back()
 
     def _lose(self, error: Exception) -> NoReturn:
-        chunk = self._chunk
+        chunk, tier = self._chunk, self._tier
         self._arrive()
         if self.result is chunk._shard:
             self._restore_shard()
         self.drop()
         chunk._show_again()
-        raise ChunkError(
-            f"Carrying the gradient of {chunk.name} to the {chunk._rest.name} tier failed: {error}"
-        ) from error
+        raise ChunkError(f"Carrying the gradient of {chunk.name} to the {tier.name} tier failed: {error}") from error
 
     def _own_memory(self) -> Tensor:
         """Return memory of the gradient's own, in fp32: 16 bits would lose the small terms of a sum of backwards."""
         chunk = self._chunk
-        return chunk._rest.allocate(chunk.shard_numel, chunk.master_dtype, f"{chunk.name} gradient")
+        return self._own_tier.allocate(chunk.shard_numel, chunk.master_dtype, f"{chunk.name} gradient")
+
+    @property
+    def _own_tier(self) -> Tier:
+        """Where memory of the gradient's own is: with the master weights, whose update is all that reads a sum."""
+        return self._chunk._master_tier or self._chunk._rest
+
+    @property
+    def _tier(self) -> Tier:
+        """Where the reduced gradient is."""
+        return self._result_tier or self._chunk._rest
 
     def _page_out(self) -> None:
         if self.result is not None:
-            (self._result_tier or self._chunk._rest).page_out(self.result)
+            self._tier.page_out(self.result)
+
+    def move(self, tier: Tier) -> None:
+        """Carry a gradient in memory of its own to another tier, as the master weights go there.
+
+        Raises:
+            TierFullError: the other tier has no room; it stays where it is.
+        """
+        self.land()
+        old, result = self._result_tier, self.result
+        if result is None or old is None or old is tier:
+            return
+        self.result = tier.allocate(result.numel(), result.dtype, f"{self._chunk.name} gradient").copy_(result)
+        self._result_tier = tier
+        tier.receive(old, result.nbytes)
+        old.free(result)
+        self._page_out()
 
     def give_place_back(self) -> None:
         """Undo [Note: The gradient takes the place of the parameters].
@@ -356,9 +390,10 @@ class Reduction:
             TierFullError: the gradient has no other place; nothing has changed.
         """
         chunk = self._chunk
-        if self.result is not None and self.result is chunk._shard:
+        if self._is_in_place:
             self.land()
-            self.result, self._result_tier = self._own_memory().copy_(chunk._shard), chunk._rest
+            self.result, self._result_tier = self._own_memory().copy_(chunk._shard), self._own_tier
+            self._own_tier.receive(chunk._rest, chunk.shard_bytes)
             self._restore_shard()
             self._page_out()
 
@@ -394,7 +429,7 @@ class Reduction:
             self._forget_aside()
             self._finish_states()
         self._land_anyhow()
-        if self.result is not None and self.result is self._chunk._shard:
+        if self._is_in_place:
             self._restore_shard()
         self.drop()
 

@@ -158,6 +158,11 @@ class Engine(Generic[ChunkT]):
         if not self._in_backward:
             self._gradients.forget()
 
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward now would reduce its gradients."""
+        return self._reduces
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backwards keep their gradients on this rank, for the next backward outside to add to and reduce."""

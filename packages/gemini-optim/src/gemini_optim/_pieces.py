@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from gemini_optim._errors import ShardLayoutError
 from gemini_optim.interfaces import OptimShard
 
-__all__ = ["Piece", "Segment", "StateMemory", "cut_pieces", "list_segments", "split_pieces"]
+__all__ = ["Piece", "Segment", "StateMemory", "cut_pieces", "list_segments", "place_numbers", "split_pieces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +182,16 @@ def split_pieces(pieces: Iterable[Piece], apart: Callable[[Segment], bool], memo
             yield part
 
 
+def place_numbers(piece: Piece, groups: Sequence[Mapping[str, object]]) -> None:
+    """Put single numbers among the states of ``piece`` where its parameter group wants them: fused, on its device."""
+    group = groups[piece.group_index]
+    on_device = group.get("fused") or group.get("capturable")
+    device = next((view.device for view in piece.owned.values() if on_device), torch.device("cpu"))
+    for name, value in piece.state.items():
+        if isinstance(value, Tensor) and name not in piece.owned:
+            piece.state[name] = value.to(device)
+
+
 def _blocks(run: list[Segment], block_numel: int) -> Iterable[list[Segment]]:
     block: list[Segment] = []
     room = block_numel
@@ -211,6 +221,7 @@ class StateMemory:
         self._shards = shards
         self._numel: dict[tuple[int, int], int] = {}
         self._buffers: dict[tuple[int, int, str, torch.dtype], Tensor] = {}
+        self._pointers: list[int] = []
         self.extend(segments)
 
     def extend(self, segments: Iterable[Segment]) -> None:
@@ -231,6 +242,22 @@ class StateMemory:
         view = self._buffers[key].narrow(0, piece.packed, piece.numel)
         piece.state[name] = piece.owned[name] = view
         return view
+
+    def follow(self, pieces: Iterable[Piece], groups: Sequence[Mapping[str, object]]) -> None:
+        """Let the states of all pieces lie where the shards have carried their memory.
+
+        Args:
+            pieces: all that have states here.
+            groups: the parameter groups; they say where the optimizer wants its step counts.
+        """
+        pointers = [buffer.data_ptr() for buffer in self._buffers.values()]
+        if pointers == self._pointers:
+            return
+        self._pointers = pointers
+        for piece in pieces:
+            for name, view in list(piece.owned.items()):
+                self.take(piece, name, view.dtype)
+            place_numbers(piece, groups)
 
     def adopt(self, piece: Piece) -> None:
         """Carry the state tensors that the optimizer allocated for ``piece`` into the memory of its shard.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemini_optim import _collectives
-from gemini_optim._pieces import Piece, Segment, StateMemory, cut_pieces
+from gemini_optim._pieces import Piece, Segment, StateMemory, cut_pieces, place_numbers
 
 __all__ = ["SavedStates", "gather_states", "pieces_with_states"]
 
@@ -193,9 +193,7 @@ def pieces_with_states(
             for segment, at in piece.offsets():
                 values = saved.elements[segment.param_index][name].reshape(-1)
                 view[at:][: segment.numel].copy_(values[segment.param_offset :][: segment.numel])
-        group = groups[piece.group_index]
-        on_device = group.get("fused") or group.get("capturable")
-        device = next((view.device for view in piece.owned.values() if on_device), torch.device("cpu"))
         for name, value in saved.numbers[first].items():
-            piece.state[name] = value.detach().clone().to(device) if isinstance(value, Tensor) else value
+            piece.state[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        place_numbers(piece, groups)
     return pieces

@@ -197,6 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return the step that is to be taken, or None if all ranks skip it."""
         self._adopt_users_changes()
         grads, error = self._grads()
+        self._memory.follow(self._pieces, self._optim.param_groups)
         active = self._active(grads)
         parts = [part_of(grads[piece.shard_index], piece) for piece in active]
         if error is not None:
@@ -348,6 +349,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             only_rank_0: other ranks send their part and yield nothing.
         """
         self.check_finished()
+        self._memory.follow(self._pieces, self._optim.param_groups)
         return gather_states(self._pieces, self._params(), self._model.process_group, only_rank_0=only_rank_0)
 
     def packed_param_groups(self) -> list[dict[str, Any]]:

@@ -78,7 +78,9 @@ class OptimShard(Protocol):
         """Return zeroed memory for optimizer state, shape ``(numel,)``, contiguous, on the device of ``master``.
 
         Its bytes are accounted in the tier where the states of this chunk rest (accelerator, RAM, memory-mapped
-        file). It stays valid for the life of the model. ``label`` says what it holds, such as ``"exp_avg"``.
+        file). It stays valid for the life of the model, which may carry it elsewhere between steps, together with
+        `master`: then ``.data`` of the tensor is other memory with the same values, and views of it are taken anew.
+        ``label`` says what it holds, such as ``"exp_avg"``.
 
         Raises:
             RuntimeError: the tier is full.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -102,54 +103,64 @@ class AutoPlacementPolicy:
         """
         chunks, world_size = placement.chunks, placement.world_size
         check_arguments(chunks, capacities, world_size)
-        old = [placement.of(chunk) for chunk in chunks]
+        choice = [placement.of(chunk) for chunk in chunks]
         problem = self._problem(chunks, capacities, world_size, may_keep=False)
-        new = self._choose(problem) or old
         reachable = [
-            _reachable(chunk, before, after, world_size) for chunk, before, after in zip(chunks, old, new, strict=True)
+            _reachable(chunk, old, new, world_size)
+            for chunk, old, new in zip(chunks, choice, self._choose(problem) or choice, strict=True)
         ]
-        # Optimizer states move first, for parameters have their gradient in their place until it has been used.
-        midway = [replace(before, optim_tier=after.optim_tier) for before, after in zip(old, reachable, strict=True)]
-        choice = old
-        at_first = needed_bytes(chunks, old, problem.ahead)["device"]  # there is room for it, for it is there
-        device = capacities["device"]
-        passing = replace(
-            problem, capacities={**capacities, "device": None if device is None else max(device, at_first)}
-        )
-        if passing.allows(midway) and problem.allows(reachable):
+        if problem.allows(reachable):
             choice = reachable
-        elif not problem.allows(old):
-            needed = needed_bytes(chunks, old, self._ahead(world_size))
+        elif not problem.allows(choice):
+            needed = needed_bytes(chunks, choice, problem.ahead)
             raise PlacementError("This is where they rest.", needed=needed, available=capacities)
         return self._placement(chunks, choice, world_size, capacities)
 
-    def evict(self, placement: Placement[ChunkT], *, capacities: Mapping[TierName, int | None]) -> Placement[ChunkT]:
-        """Send parameters off the device, the last first, until what is there fits or no more can be moved.
+    def evict(
+        self,
+        placement: Placement[ChunkT],
+        *,
+        capacities: Mapping[TierName, int | None],
+        moves_params: bool = True,
+    ) -> Placement[ChunkT]:
+        """Send away what a tier has no room for: optimizer states and then parameters, each the last first.
 
-        Optimizer states stay where they are, and so do chunks that are their own master weights and those that several
-        ranks keep gathered.
+        What the device cannot hold goes to the host, else to the disk; what the host cannot, where there is room.
+        Chunks that are their own master weights stay where they are, and so do the parameters of those that several
+        ranks keep gathered. What is left may be too much: then no more can be moved.
 
         Args:
             placement: where the chunks rest.
-            capacities: as for `place`, for a step that leaves less room on the device.
+            capacities: as for `place`, for a step that leaves less room, or takes more of it.
+            moves_params: whether parameters may move; not while gradients have their place.
         """
         chunks, world_size = placement.chunks, placement.world_size
         choice = [placement.of(chunk) for chunk in chunks]
         problem = self._problem(chunks, capacities, world_size)
-        for index in range(len(chunks) - 1, -1, -1):
-            old = choice[index]
-            if problem.allows(choice):
-                break
-            if old.param_tier != "device" or chunks[index].is_own_master or (old.keep_gathered and world_size > 1):
-                continue
-            for tier in TIERS[1:]:
-                choice[index] = replace(old, keep_gathered=False, param_tier=tier)
-                needed = needed_bytes(chunks, choice, problem.ahead)
-                if tier in capacities and fits(needed[tier], capacities, tier):
+        movable = [index for index in range(len(chunks) - 1, -1, -1) if not chunks[index].is_own_master]
+        for tier, moves_states in itertools.product(TIERS, (True, False) if moves_params else (True,)):
+            for index in movable:
+                if fits(needed_bytes(chunks, choice, problem.ahead)[tier], capacities, tier):
                     break
-            else:
-                choice[index] = old
+                choice[index] = self._evicted(problem, choice, index, tier, moves_states=moves_states)
         return self._placement(chunks, choice, world_size, capacities)
+
+    def _evicted(
+        self, problem: Problem, choice: Sequence[ChunkPlacement], index: int, tier: TierName, *, moves_states: bool
+    ) -> ChunkPlacement:
+        """Return a chunk's place with its states, or its parameters, off a tier, if they are there and can go."""
+        chunk, old = problem.chunks[index], choice[index]
+        if moves_states:
+            stays = old.optim_tier != tier or not chunk.optim_bytes
+        else:
+            stays = old.param_tier != tier or (old.keep_gathered and problem.world_size > 1)
+        for other in () if stays else TIERS:
+            keep = other == "device" and problem.world_size == 1
+            new = replace(old, optim_tier=other) if moves_states else replace(old, keep_gathered=keep, param_tier=other)
+            needed = needed_bytes(problem.chunks, [*choice[:index], new, *choice[index + 1 :]], problem.ahead)
+            if other != tier and fits(needed[other], problem.capacities, other):
+                return new
+        return old
 
     def _placement(
         self,

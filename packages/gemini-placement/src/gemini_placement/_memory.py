@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Generic
 
 from gemini_placement._placement import TIERS, Placement, has_master
+from gemini_placement._traffic import gradient_tier
 from gemini_placement.interfaces import ChunkT, TierName, Trace
 
 # Fewer bytes of a reduced gradient go to the host at once; more, and all that go to the disk, in the background.
@@ -34,8 +35,11 @@ def step_peaks(
         resting[placement.of(chunk).optim_tier] -= chunk.padding_bytes
     memory = _GradientMemory(placement, resting["device"])
     peak = memory.used
+    left = 0
     for index, access in enumerate(trace.accesses):
         memory.reduce_all_but(access.gradients)
+        # A result that has no place yet comes beside all buffers, whatever is given back for the access.
+        peak = max(peak, memory.used + min(left, starting[index]))
         memory.make_room(starting[index])
         peak = max(peak, memory.used + starting[index])
         left = held[index] - early[index]
@@ -55,6 +59,7 @@ class _GradientMemory(Generic[ChunkT]):
     asked for. A result on its way to another tier is gone when the next but one reduction begins, or where memory is
     asked for that is not there. The result takes the place of the parameters where they have master weights beside
     them. Otherwise it stays in memory of its own until the optimizer has used it; with one rank that is the buffer.
+    A sum of several backwards is among the bytes that rest, and each result on its way to it.
 
     Attributes:
         used: bytes now.
@@ -73,7 +78,8 @@ class _GradientMemory(Generic[ChunkT]):
     def _stays(self, chunk: ChunkT) -> bool:
         """Whether the reduced gradient stays on the device in memory of its own."""
         place = self._placement.of(chunk)
-        return chunk.trainable and place.param_tier == "device" and not has_master(chunk, place)
+        stays = chunk.trainable and place.param_tier == "device" and not has_master(chunk, place)
+        return stays and not chunk.sum_bytes
 
     def take(self, chunk: ChunkT, gathered_bytes: int) -> None:
         """Lend a chunk a buffer, unless it has one."""
@@ -120,6 +126,7 @@ class _GradientMemory(Generic[ChunkT]):
         self._land()
         self._wait()
         place, buffer = self._placement.of(chunk), self._lent.pop(chunk)
+        tier = gradient_tier(chunk, place)
         if self._placement.world_size == 1:
             if not self._stays(chunk):
                 self._idle.append((chunk.is_own_master, buffer))
@@ -127,11 +134,12 @@ class _GradientMemory(Generic[ChunkT]):
         staged = 0
         if self._stays(chunk):
             self.used += chunk.shard_bytes
-        elif place.param_tier != "device" and (chunk.stages_gradient or not has_master(chunk, place)):
+        elif chunk.sum_bytes or (tier != "device" and (chunk.stages_gradient or not has_master(chunk, place))):
             staged = chunk.shard_bytes
         self.used += staged
         self._running = (chunk.is_own_master, buffer, staged)
-        self._leaves_next = staged if place.param_tier == "disk" or staged >= _AT_ONCE_BYTES else 0
+        leaves = tier == "disk" or (tier != "device" and staged >= _AT_ONCE_BYTES)
+        self._leaves_next = staged if leaves else 0
 
     def _wait(self) -> None:
         if self._running is not None:

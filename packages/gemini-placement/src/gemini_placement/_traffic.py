@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from gemini_placement._placement import ChunkPlacement, has_master
-from gemini_placement.interfaces import ChunkFacts
+from gemini_placement.interfaces import ChunkFacts, TierName
 
 RANKS: Final = "ranks"
 """The link between ranks: bytes that one rank sends in collectives."""
@@ -32,10 +32,10 @@ def gather_traffic(chunk: ChunkFacts, place: ChunkPlacement, world_size: int) ->
 
 
 def gradient_traffic(chunk: ChunkFacts, place: ChunkPlacement, world_size: int) -> Counter[str]:
-    """Return the bytes of the reduction of a chunk's gradient, per link: it waits where the parameters rest."""
+    """Return the bytes of the reduction of a chunk's gradient, per link, to where it waits."""
     moved: Counter[str] = Counter()
-    if chunk.trainable and place.param_tier != "device":
-        moved[link("device", place.param_tier)] += chunk.shard_bytes
+    if chunk.trainable and (waits := gradient_tier(chunk, place)) != "device":
+        moved[link("device", waits)] += chunk.shard_bytes
     if chunk.trainable and world_size > 1:
         moved[RANKS] += chunk.shard_bytes * (world_size - 1)
     return moved
@@ -46,20 +46,26 @@ def update_traffic(chunk: ChunkFacts, place: ChunkPlacement, *, padding_bytes: i
 
     It computes on the device if its states rest there, else on the host. The gradient comes; the new parameters go
     back, unless they are master weights themselves; states on the disk, master weights among them, are read and
-    written, but for ``padding_bytes``.
+    written, but for ``padding_bytes``, and sums of gradients read.
     """
     moved: Counter[str] = Counter()
     if not chunk.optim_bytes:
         return moved
     computes = "device" if place.optim_tier == "device" else "host"
     if place.param_tier != computes:
-        moved[link(place.param_tier, computes)] += chunk.shard_bytes
+        if not chunk.sum_bytes:
+            moved[link(place.param_tier, computes)] += chunk.shard_bytes
         if has_master(chunk, place):
             moved[link(computes, place.param_tier)] += chunk.shard_bytes
     if place.optim_tier == "disk":
         moved[link("disk", "host")] += chunk.optim_bytes - padding_bytes
-        moved[link("host", "disk")] += chunk.optim_bytes - padding_bytes
+        moved[link("host", "disk")] += chunk.optim_bytes - padding_bytes - chunk.sum_bytes
     return moved
+
+
+def gradient_tier(chunk: ChunkFacts, place: ChunkPlacement) -> TierName:
+    """Return where the reduced gradient of a chunk waits for the optimizer."""
+    return place.optim_tier if chunk.sum_bytes and has_master(chunk, place) else place.param_tier
 
 
 def cost(moved: Mapping[str, int]) -> int:

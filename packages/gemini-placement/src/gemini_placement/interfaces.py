@@ -42,6 +42,14 @@ class ChunkFacts(Hashable, Protocol):
         """
 
     @property
+    def sum_bytes(self) -> int:
+        """Of ``optim_bytes``, what the fp32 sum of several backwards' gradients takes; 0 where there is none.
+
+        The sum rests with separate master weights, or with the parameters where those are their own; there from the
+        first backward of a step to the optimizer.
+        """
+
+    @property
     def trainable(self) -> bool:
         """Whether the chunk gets gradients, and so needs a gradient buffer in backward."""
 
@@ -50,7 +58,7 @@ class ChunkFacts(Hashable, Protocol):
         """Whether the optimizer updates the working parameters themselves where both rest on one tier.
 
         The gradient then has memory of its own there, as large as master weights would be; else the gradient takes the
-        place of the parameters.
+        place of the parameters, unless it is summed.
         """
 
     @property

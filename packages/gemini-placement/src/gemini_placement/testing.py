@@ -27,6 +27,7 @@ class PaperChunk:
     optim_bytes: int
     trainable: bool = True
     padding_bytes: int = 0
+    sum_bytes: int = 0
     is_own_master: bool = False
     stages_gradient: bool = True
 
