@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from gemini_booster._carrying import Carrier, Exchange
 from gemini_booster._first_step import FirstStep
 from gemini_booster._shards import ChunkShard
 from gemini_chunk import Chunk, ChunkManager, TierName
@@ -24,8 +23,6 @@ _INACCURACY = 0.05
 
 # In how many steps model states are given more of the device before anything was measured, or less once that is.
 _BUDGETS = 20
-
-Exchange = Callable[[Sequence[int]], list[list[int]]]
 
 
 def device_total(asked: int | None) -> int | None:
@@ -73,6 +70,7 @@ class AutoRun:
         self._total = total
         self._shards: Sequence[ChunkShard] = ()
         self._exchange: Exchange = lambda numbers: [list(numbers)]
+        self._carrier = Carrier(manager, (), self._exchange)
         self.first_step: FirstStep | None = None
         self._is_moving = self._has_warned = False
         self._elements = self._budget = self._local_bytes = 0
@@ -90,6 +88,7 @@ class AutoRun:
         """
         self._shards = shards
         self._exchange = exchange
+        self._carrier = Carrier(self._manager, shards, exchange)
         if self.memstats is None:
             self.first_step = FirstStep(module, self._device)
 
@@ -208,7 +207,7 @@ class AutoRun:
             self._evict(limit)
         here, least = self.placement, self._least
         if self._is_moving:
-            here = self._resting()
+            here = self._placed(self._carrier.places)
             least = self._needs(here)
         if stays and (self._least > self._firm - self._local_bytes or self._lacks(self.placement)):
             raise self._gradients_refused(self.placement)
@@ -236,8 +235,8 @@ class AutoRun:
         self._is_moving = True
         self._move()
         if self._is_moving:
-            now, _ = self._within(limit, self._resting(), moves_params=False)
-            self._carry(self._moves_of_states(now))
+            now, _ = self._within(limit, self._placed(self._carrier.places), moves_params=False)
+            self._carrier.carry(now, params=False)
 
     def _within(
         self,
@@ -277,17 +276,6 @@ class AutoRun:
         return any(
             capacity is not None and placement.needed_bytes[name] > capacity for name, capacity in capacities.items()
         )
-
-    def _resting(self) -> Placement[Chunk]:
-        """Return where chunks rest now, which may not be where they are to rest."""
-        chunks, states = self._manager.chunks, {shard.chunk: shard.states_tier for shard in self._shards}
-        places = [
-            ChunkPlacement(
-                keep_gathered=chunk.keeps_gathered, param_tier=chunk.tier, optim_tier=states.get(chunk, "device")
-            )
-            for chunk in chunks
-        ]
-        return self._placed(places)
 
     def _placed(self, places: Sequence[ChunkPlacement]) -> Placement[Chunk]:
         return Placement(
@@ -441,73 +429,9 @@ class AutoRun:
 
     def _move(self) -> None:
         """Carry model states to where they rest from now on, once the optimizer has used the gradients in the way."""
-        if not self._is_moving or any(self._is_busy(chunk) for chunk in self._manager.chunks):
+        if not self._is_moving or self._carrier.is_blocked:
             return
-        moves = self._moves_of_states(self.placement) + self._moves_of_params(self.placement)
-        if not self._carry(moves):
-            self.placement = self._resting()
+        if not self._carrier.carry(self.placement):
+            self.placement = self._placed(self._carrier.places)
             self._least = self._needs(self.placement)
         self._is_moving = False
-
-    def _is_busy(self, chunk: Chunk) -> bool:
-        return chunk.users > 0 or chunk.gradient is not None
-
-    def _moves_of_states(self, placement: Placement[Chunk]) -> list[_Move]:
-        moves = []
-        for shard in self._shards:
-            tier, num_bytes = placement.of(shard.chunk).optim_tier, shard.states_bytes
-            carry = partial(shard.move_states, self._manager.tier(tier))
-            moves.append(_Move(shard.states_tier, tier, num_bytes, num_bytes, carry))
-        return [move for move in moves if move.source != move.tier]
-
-    def _moves_of_params(self, placement: Placement[Chunk]) -> list[_Move]:
-        alone = self._manager.world_size == 1  # what rests on the device is gathered as long as it does
-        moves = []
-        for chunk in self._manager.chunks:
-            source, tier = chunk.tier, placement.of(chunk).param_tier
-            if source != tier and (alone or not chunk.keeps_gathered):
-                frees, takes = (
-                    chunk.full_bytes if alone and where == "device" else chunk.shard_bytes for where in (source, tier)
-                )
-                moves.append(_Move(source, tier, frees, takes, partial(self._manager.move, chunk, tier)))
-        return moves
-
-    def _carry(self, moves: Sequence[_Move]) -> bool:
-        """Make the moves for which there is room or gets room, those off the device first.
-
-        Ranks may have a little more or less of what pads a shard; they make the same moves all the same.
-
-        Returns:
-            Whether all were made.
-        """
-        tiers = self._manager.tiers
-        numbers = [tier.used for tier in tiers.values()] + [move.takes for move in moves]
-        numbers = [max(column) for column in zip(*self._exchange(numbers), strict=True)]
-        used = dict(zip(tiers, numbers, strict=False))
-        takes = dict(zip(moves, numbers[len(tiers) :], strict=True))
-        waiting = sorted(moves, key=lambda move: move.tier == "device")
-        while waiting:
-            left = []
-            for move in waiting:
-                capacity = tiers[move.tier].capacity
-                if capacity is not None and used[move.tier] + takes[move] > capacity:
-                    left.append(move)
-                    continue
-                move.carry()
-                used[move.tier] += takes[move]
-                used[move.source] -= move.frees
-            if len(left) == len(waiting):
-                return False  # two would have to change places, and neither tier has room for both
-            waiting = left
-        return True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Move:
-    """What carries a part of a chunk from one tier to another, with the bytes that it frees and takes."""
-
-    source: TierName
-    tier: TierName
-    frees: int
-    takes: int
-    carry: Callable[[], None]
