@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gemini_optim._adam import CPUAdam, FusedAdam, HybridAdam
-from gemini_optim._pieces import Piece, StateMemory
+from gemini_optim._pieces import Piece, Segment, StateMemory
+from gemini_optim._shared import SharedValues
 
 __all__ = ["BlockUpdate", "batches"]
 
@@ -48,7 +49,31 @@ class BlockUpdate:
         self._memory = memory
         self._block_numel = block_numel
         self._is_known = type(optim) in _KNOWN_ADAMS
+        # torch's own keep all that they change in the states of parameters.
+        known = type(optim) in _KNOWN_ADAMS or type(optim).__module__.startswith("torch.optim.")
+        self._shared = None if known else SharedValues(optim)
         self._scratch: dict[torch.device, Tensor] = {}
+
+    def begin_step(self, device_of: Callable[[], torch.device]) -> None:
+        """Learn what the step makes of values that parameters share. [Note: Values that parameters share].
+
+        Args:
+            device_of: returns a device on which the optimizer works; it is asked only where that matters.
+        """
+        if self._shared is None:
+            return
+        device = device_of()
+        stand_ins = []
+        for index in range(len(self._optim.param_groups)):
+            piece = Piece((Segment(0, index, 0, 0, 0, 0, 1),), torch.ones(1, device=device))
+            piece.param.grad = torch.ones(1, device=device)
+            stand_ins.append(piece)
+        self._shared.learn(lambda: self._call_optimizer(stand_ins))
+
+    def end_step(self) -> None:
+        """Let those values be as a step leaves them; once, when all pieces are updated."""
+        if self._shared is not None:
+            self._shared.finish()
 
     def prepare(self, batch: Sequence[Piece], masters: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
         """Take the memory that an update needs; where that fails, it may be called again.
@@ -88,6 +113,8 @@ class BlockUpdate:
                 grad.mul_(multiplier)
             piece.param.grad = grad
         self._call_optimizer(batch)
+        if self._shared is not None:
+            self._shared.undo(piece.group_index for piece in batch)
 
     def _block(self, device: torch.device) -> Tensor:
         if device not in self._scratch:

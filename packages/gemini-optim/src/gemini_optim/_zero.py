@@ -246,6 +246,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._begun, step.failure = step, text
             raise UnfinishedStepError(_what_is_left(step)) from error
         self._raise_together(failure, text, error)
+        self._blocks.end_step()
         self._call_hooks(self._optim._optimizer_step_post_hooks)
 
     def _failure(self, error: Exception | None, *, can_go_on: bool) -> tuple[Failure, str]:
