@@ -36,7 +36,7 @@ def total_norm(
     """Return the norm of all gradients of all ranks, with one collective and one wait per device.
 
     Args:
-        gradients: flat tensors of this rank, of any floating dtype and device.
+        gradients: flat tensors of this rank, of any floating or complex dtype and any device.
         norm_type: one of ``SUPPORTED_NORMS``.
         process_group: the ranks that hold the other gradients.
         exact: whether a coefficient is computed from it. [Note: Squares in fp64]
@@ -47,6 +47,8 @@ def total_norm(
     numbers: list[float] = []
     parts: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
+        if gradient.is_complex() and norm_type == 2.0:
+            gradient = torch.view_as_real(gradient).view(-1)
         if gradient.device.type == "cpu" and norm_type == 2.0:
             numbers.append(_sum_of_squares(gradient, exact))
         else:

@@ -232,6 +232,10 @@ class StateMemory:
         piece.state[name] = piece.owned[name] = view
         return view
 
+    def dtype_of(self, piece: Piece) -> torch.dtype:
+        """Return the dtype of the master weights of ``piece``."""
+        return self._shards[piece.shard_index].master().dtype
+
     def adopt(self, piece: Piece) -> None:
         """Carry the state tensors that the optimizer allocated for ``piece`` into the memory of its shard.
 

@@ -39,7 +39,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Train a model whose gradients, master weights and optimizer states are spread over ranks.
 
     A step takes the averaged gradients of this rank's shards, unscales and clips them, and runs the arithmetic of
-    ``optim`` on the fp32 master weights block by block. ``optim`` keeps its identity: its parameter groups are those
+    ``optim`` on the master weights block by block. ``optim`` keeps its identity: its parameter groups are those
     of the ``ZeroOptimizer``, so a scheduler may be given either of the two, and a changed hyper-parameter acts at the
     next step. Its hooks run once per step. Optimizers that look at a whole parameter at once cannot work on shards;
     torch's own (LBFGS, Muon, Adafactor, SparseAdam) are refused, and others are found out at the first step if the
@@ -63,8 +63,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm: total norm to which the unscaled gradients are clipped, as ``torch.nn.utils.clip_grad_norm_`` does;
             0.0 leaves them alone.
         norm_type: 2.0 or ``math.inf``.
-        block_numel: elements that are updated at a time. The scratch buffer has this many fp32 elements on every
-            device that holds master weights; a block should stay in cache.
+        block_numel: elements that are updated at a time. The scratch buffer has this many elements on every
+            device that holds master weights, for each dtype of those; a block should stay in cache.
         verbose: log every skipped step.
 
     Raises:
@@ -333,8 +333,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             only_rank_0: other ranks get an empty ``"state"``, and need no memory for it.
 
         Returns:
-            ``state`` and ``param_groups`` as ``optim`` alone would give them (floating-point states in fp32), and
-            ``loss_scaler``.
+            ``state`` and ``param_groups`` as ``optim`` alone would give them (floating-point states in the dtype of the
+            master weights), and ``loss_scaler``.
         """
         return {
             "state": dict(self.iter_states(only_rank_0=only_rank_0)),

@@ -68,10 +68,11 @@ class OptimShard(Protocol):
         """
 
     def master(self) -> Tensor:
-        """Return the master weights, shape ``(shard_numel,)``: fp32, contiguous, writable.
+        """Return the master weights, shape ``(shard_numel,)``: contiguous, writable, in fp32 or what is wider.
 
         They rest on the device where ``new_state`` puts the optimizer states, which may differ from that of ``grad``.
-        For an fp32 model they are the working shard itself.
+        For an fp32 model they are the working shard itself. A 16-bit model that keeps no master weights may give its
+        working shard, too: it is updated in 16 bits, as by torch alone.
         """
 
     def new_state(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
