@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, overload
 
@@ -34,6 +36,11 @@ _WHOLE_PARAMETER: Final = (
     torch.optim.SparseAdam,
 )
 
+# [Note: One optimizer for a model]
+# A step takes the gradients of all shards and drops them: a second optimizer, over other parameters of the model, would
+# find none, and nothing would move. Over the same parameters it takes the place of the first.
+_living: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
+
 
 class ZeroOptimizer(torch.optim.Optimizer):
     """Train a model whose gradients, master weights and optimizer states are spread over ranks.
@@ -47,7 +54,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     A step with a gradient that is not finite on any rank is skipped on all: no weight and no state changes. Trainable
     parameters of the model that ``optim`` does not have are not updated and do not count in the norm. State that
-    ``optim`` already has is taken over.
+    ``optim`` already has is taken over. A model has one optimizer: one that is built later, over the same parameters or
+    more of them, replaces it.
 
     Args:
         optim: any element-wise optimizer, built on the parameters of the user's model. Frozen parameters may be there;
@@ -69,7 +77,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: an argument is out of bounds, ``optim`` is not element-wise, or it has trainable parameters that
-            the model does not manage.
+            the model does not manage, or lacks some of an optimizer that the model already has.
+        UnfinishedStepError: that optimizer has to finish a step.
         ShardLayoutError: the model's shards do not hold every element of a parameter exactly once.
     """
 
@@ -122,11 +131,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._stepped = False
         self._warned = False
         self._begun: BegunStep | None = None
+        self._is_replaced = False
+        others = self._others()
         # The way torch restores an optimizer: it makes this one complete without copying the groups, whose dicts
         # (and their list) stay those of `optim`.
         self.__setstate__({"defaults": optim.defaults, "state": optim.state, "param_groups": optim.param_groups})
         self._pieces: list[Piece] = []
         self._lay_out()
+        for other in others:
+            other._is_replaced = True
+        _living.add(self)
 
     @property
     def loss_scale(self) -> float:
@@ -175,11 +189,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             What ``closure`` returned; None without one.
 
         Raises:
+            RuntimeError: another optimizer has replaced this one, or an error has befallen another rank.
             UnfinishedStepError: memory for states was refused, or new weights did not get to where they rest, on this
                 rank or another; every rank raises. Weights and states are as if the step had stopped for a while: the
                 next call, on every rank, finishes it, without ``closure``. Until then gradients can be neither computed
                 nor dropped, and nothing can be saved or loaded.
         """
+        if self._is_replaced:
+            raise RuntimeError("Another optimizer was built on this one's model and has replaced it. Step that one.")
         begun, self._begun = self._begun, None
         loss = None if begun is None else begun.loss
         if closure is not None and begun is None:
@@ -416,6 +433,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _params(self) -> list[Tensor]:
         return [param for group in self._optim.param_groups for param in group["params"]]
 
+    def _others(self) -> list[ZeroOptimizer]:
+        """Return the optimizers that the model has, if they may be replaced. [Note: One optimizer for a model].
+
+        Raises:
+            ValueError: this one lacks some of their parameters.
+            UnfinishedStepError: one of them has to finish a step.
+        """
+        if self._lacking():
+            gc.collect()  # what the user has let go of may be in a cycle, as a scheduler makes one
+        if lacking := self._lacking():
+            raise ValueError(
+                f"The model already has an optimizer, and {lacking} of its trainable parameters are not in this one. "
+                "The first of the two to step would drop the gradients of the other: put both into one optimizer, as "
+                "parameter groups, or let go of the first."
+            )
+        others = _optimizers_of(self._model)
+        for other in others:
+            other.check_finished()
+        return others
+
+    def _lacking(self) -> int:
+        """Count the trainable parameters of the model's optimizers that this one does not have."""
+        mine = set(self._params())
+        theirs = {param for other in _optimizers_of(self._model) for param in other._params()}
+        return sum(param.requires_grad for param in theirs - mine)
+
     def _lay_out(self) -> None:
         """Number the parameters, find their slices in the shards and cut pieces. Collective."""
         params = self._params()
@@ -480,6 +523,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         elif self.verbose or not self._warned:
             self._warned = True
             logger.warning("A gradient is not finite: step skipped on every rank.")
+
+
+def _optimizers_of(model: ShardedModel) -> list[ZeroOptimizer]:
+    return [optimizer for optimizer in _living if optimizer._model is model and not optimizer._is_replaced]
 
 
 def _what_is_left(step: BegunStep) -> str:
