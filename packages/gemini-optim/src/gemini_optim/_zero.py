@@ -190,6 +190,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: another optimizer has replaced this one, or an error has befallen another rank.
+            ValueError: the members of ``param_groups`` were changed by hand; those of loaded states do not fit.
             UnfinishedStepError: memory for states was refused, or new weights did not get to where they rest, on this
                 rank or another; every rank raises. Weights and states are as if the step had stopped for a while: the
                 next call, on every rank, finishes it, without ``closure``. Until then gradients can be neither computed
@@ -366,6 +367,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             only_rank_0: other ranks send their part and yield nothing.
         """
         self.check_finished()
+        self._check_members()
         return gather_states(self._pieces, self._params(), self._model.process_group, only_rank_0=only_rank_0)
 
     def packed_param_groups(self) -> list[dict[str, Any]]:
@@ -388,6 +390,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ValueError: groups, parameters or shapes differ from those of this optimizer, or between ranks.
         """
         self.check_finished()
+        self._check_members()
         groups = self._optim.param_groups
         saved_groups = copy.deepcopy(list(state_dict["param_groups"]))
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
@@ -467,6 +470,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         segments = list_segments(self._model.shards, places.get)
         self._check_coverage(params, [(part.param_index, part.numel) for part in segments])
         self._segments = segments
+        self._members = [list(group["params"]) for group in self._optim.param_groups]
         self._memory = StateMemory(self._model.shards, segments)
         self._pieces = cut_pieces(segments, self._block_numel)
         self._blocks = BlockUpdate(self._optim, self._memory, self._block_numel)
@@ -494,7 +498,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 )
 
     def _adopt_users_changes(self) -> None:
-        """Follow what the user did to their own handle: a state loaded there, or groups replaced by that."""
+        """Follow what the user did to their own handle: a state loaded there, or groups replaced by that.
+
+        Raises:
+            ValueError: see `_check_members`.
+        """
+        self._check_members()
         self.param_groups = self._optim.param_groups
         if not self._optim.state:
             return
@@ -503,6 +512,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if loaded:
             states = {numbers[param]: self._optim.state.pop(param) for param in loaded}
             self._install_states(self._check_states(states))
+
+    def _check_members(self) -> None:
+        """Raise if the groups do not hold the parameters that they held when those were laid out.
+
+        Raises:
+            ValueError: a parameter was added, removed or moved to another group by hand.
+        """
+        now = [[id(param) for param in group["params"]] for group in self._optim.param_groups]
+        if now != [[id(param) for param in params] for params in self._members]:
+            raise ValueError(
+                f"The parameter groups had {[len(params) for params in self._members]} parameters when the optimizer "
+                f"was built, and have {[len(params) for params in now]} now, or others, or in another order. Their "
+                "states lie in shards by group: change groups before ZeroOptimizer is built, or add one by its "
+                "add_param_group(); hyper-parameters may change at any time."
+            )
 
     def _check_states(self, states: Mapping[int, Mapping[str, object]]) -> SavedStates:
         ours = isinstance(self._optim, torch.optim.Adam) or type(self._optim).__module__.startswith("torch.optim")
