@@ -308,6 +308,18 @@ def test_scale_grows_after_clean_steps_and_gradients_are_unscaled_by_the_scale_t
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
+def test_a_loss_in_fp16_trains_once_its_gradient_is_in_range() -> None:
+    params = make_params(torch.float16)
+    zero = ZeroOptimizer(MAKERS["sgd"](params), PlainModel(params))
+    norms = []
+    for _ in range(4):
+        zero.backward((torch.stack([p.sum() for p in params]).sum() * 0 + 100).half())
+        zero.step()
+        norms.append(zero.get_grad_norm())
+    assert norms == [math.inf, math.inf, 0.0, 0.0]  # two overflows let the scale back off, from 2**16 to 2**15
+    assert zero.loss_scale == 2**15
+
+
 def test_backward_takes_only_scalar_tensors() -> None:
     params = make_params()
     zero = ZeroOptimizer(MAKERS["sgd"](params), PlainModel(params))

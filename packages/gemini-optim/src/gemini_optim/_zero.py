@@ -153,7 +153,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._optim
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward from the loss times the loss scale.
+        """Run backward from the loss times the loss scale, a product in fp32.
+
+        The gradient of the loss itself is the scale. So a loss in fp16 skips steps until the scale is within fp16's
+        range, 2**15 at most; a loss in fp32 does not.
 
         Args:
             loss: a scalar; this rank's loss, which the model averages over ranks through the gradients.
@@ -170,7 +173,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"backward() takes a scalar loss, got shape {tuple(loss.shape)}. Reduce it first, as by loss.mean()."
             )
-        self._model.backward(loss * self.loss_scale if self._model.scales_loss else loss)
+        self._model.backward(loss.float() * self.loss_scale if self._model.scales_loss else loss)
 
     @overload
     def step(self, closure: None = None) -> None: ...
