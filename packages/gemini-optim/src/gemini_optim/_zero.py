@@ -48,7 +48,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     A step takes the averaged gradients of this rank's shards, unscales and clips them, and runs the arithmetic of
     ``optim`` on the master weights block by block. ``optim`` keeps its identity: its parameter groups are those
     of the ``ZeroOptimizer``, so a scheduler may be given either of the two, and a changed hyper-parameter acts at the
-    next step. Its hooks run once per step. Optimizers that look at a whole parameter at once cannot work on shards;
+    next step. Its hooks run once per step, save or load, like those of the ``ZeroOptimizer``. Optimizers that look at a whole parameter at once cannot work on shards;
     torch's own (LBFGS, Muon, Adafactor, SparseAdam) are refused, and others are found out at the first step if the
     shapes of their states tell.
 
@@ -351,17 +351,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Gather the state in torch's format: full shapes, in the memory of the CPU. Collective.
 
         Args:
-            only_rank_0: other ranks get an empty ``"state"``, and need no memory for it.
+            only_rank_0: other ranks get an empty ``"state"``, and need no memory for it; their hooks see it so.
 
         Returns:
             ``state`` and ``param_groups`` as ``optim`` alone would give them (floating-point states in the dtype of the
             master weights), and ``loss_scaler``.
         """
-        return {
+        for handle in self._handles:
+            for pre_hook in handle._optimizer_state_dict_pre_hooks.values():
+                pre_hook(handle)
+        state_dict = {
             "state": dict(self.iter_states(only_rank_0=only_rank_0)),
             "param_groups": self.packed_param_groups(),
             "loss_scaler": self.loss_scaler.state_dict(),
         }
+        for handle in self._handles:
+            for post_hook in handle._optimizer_state_dict_post_hooks.values():
+                changed = post_hook(handle, state_dict)
+                state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def iter_states(self, *, only_rank_0: bool = True) -> Iterator[tuple[int, dict[str, object]]]:
         """Yield what ``state_dict()["state"]`` holds, one parameter at a time. Collective: exhaust it on every rank.
@@ -394,6 +402,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self.check_finished()
         self._check_members()
+        given = dict(state_dict)
+        for handle in self._handles:
+            for pre_hook in handle._optimizer_load_state_dict_pre_hooks.values():
+                changed = pre_hook(handle, given)
+                given = given if changed is None else changed
+        self._load(given)
+        for handle in self._handles:
+            for post_hook in handle._optimizer_load_state_dict_post_hooks.values():
+                post_hook(handle)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         groups = self._optim.param_groups
         saved_groups = copy.deepcopy(list(state_dict["param_groups"]))
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
@@ -435,6 +454,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "Sharded gradients are clipped by their total norm inside of step(). Set max_norm, in the constructor or "
             "as an attribute, instead."
         )
+
+    @property
+    def _handles(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        """The two on which a user may have registered hooks."""
+        return self._optim, self
 
     def _params(self) -> list[Tensor]:
         return [param for group in self._optim.param_groups for param in group["params"]]
