@@ -22,7 +22,7 @@ from gemini_optim._scaler import DynamicLossScaler
 from gemini_optim._state import SavedStates, gather_states, pieces_with_states
 from gemini_optim._step import BegunStep, Failure, agree_on_failure, part_of
 from gemini_optim._update import BlockUpdate
-from gemini_optim.interfaces import ShardedModel
+from gemini_optim.interfaces import OptimShard, ShardedModel
 
 __all__ = ["ZeroOptimizer"]
 
@@ -36,6 +36,8 @@ _WHOLE_PARAMETER: Final = (
     torch.optim.SparseAdam,
 )
 
+_ALL_DROPPED: Final = "The gradients of all ranks are dropped. Go on with the next forward and backward."
+
 # [Note: One optimizer for a model]
 # A step takes the gradients of all shards and drops them: a second optimizer, over other parameters of the model, would
 # find none, and nothing would move. Over the same parameters it takes the place of the first.
@@ -48,9 +50,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     A step takes the averaged gradients of this rank's shards, unscales and clips them, and runs the arithmetic of
     ``optim`` on the master weights block by block. ``optim`` keeps its identity: its parameter groups are those
     of the ``ZeroOptimizer``, so a scheduler may be given either of the two, and a changed hyper-parameter acts at the
-    next step. Its hooks run once per step, save or load, like those of the ``ZeroOptimizer``. Optimizers that look at a whole parameter at once cannot work on shards;
-    torch's own (LBFGS, Muon, Adafactor, SparseAdam) are refused, and others are found out at the first step if the
-    shapes of their states tell.
+    next step. Hooks on either run once per step, save or load. Optimizers that look at a whole parameter at once cannot
+    work on shards; torch's own (LBFGS, Muon, Adafactor, SparseAdam) are refused, and others are found out at the first
+    step if the shapes of their states tell.
 
     A step with a gradient that is not finite on any rank is skipped on all: no weight and no state changes. Trainable
     parameters of the model that ``optim`` does not have are not updated and do not count in the norm. State that
@@ -217,14 +219,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _begin(self, loss: float | None) -> BegunStep | None:
         """Return the step that is to be taken, or None if all ranks skip it."""
         self._adopt_users_changes()
-        grads, error = self._grads()
+        grads, error, is_lost = self._grads()
         active = self._active(grads)
         parts = [part_of(grads[piece.shard_index], piece) for piece in active]
         if error is not None:
             parts.append(torch.tensor([math.inf]))  # no rank goes on, and all look why
         norm = total_norm(parts, self.norm_type, self._model.process_group, exact=self.max_norm > 0.0)
         if not math.isfinite(norm):
-            self._raise_together(*self._failure(error, can_go_on=False), error)
+            failure, text = self._failure(error, can_go_on=not is_lost)
+            if failure == "final":
+                # The step is lost on this rank as well: a later one must not update a chunk on some ranks alone.
+                for shard in self._model.shards:
+                    shard.discard()
+                text = f"{text} {_ALL_DROPPED}"
+                if error is not None:
+                    error.add_note(_ALL_DROPPED)
+            self._raise_together(failure, text, error)
         scale = self.loss_scale
         self._grad_norm = norm / scale
         if self._model.scales_loss:
@@ -247,13 +257,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._call_hooks(self._optim._optimizer_step_pre_hooks)
         return step
 
-    def _grads(self) -> tuple[list[Tensor | None], Exception | None]:
-        """Return the gradient of every shard, or none and what was raised: the other ranks must hear of it."""
-        shards = self._model.shards
-        try:
-            return [shard.grad() for shard in shards], None
-        except Exception as error:
-            return [None] * len(shards), error
+    def _grads(self) -> tuple[list[Tensor | None], Exception | None, bool]:
+        """Return the gradient of every shard, or none, what was raised, and whether a gradient is lost with that."""
+        grads: list[Tensor | None] = []
+        for shard in self._model.shards:
+            try:
+                grads.append(shard.grad())
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                return [None] * len(self._model.shards), error, _has_none(shard)
+        return grads, None, False
 
     def _go_on(self, step: BegunStep) -> None:
         """Finish a step. [Note: A step that fails]."""
@@ -578,6 +590,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 def _optimizers_of(model: ShardedModel) -> list[ZeroOptimizer]:
     return [optimizer for optimizer in _living if optimizer._model is model and not optimizer._is_replaced]
+
+
+def _has_none(shard: OptimShard) -> bool:
+    try:
+        return shard.grad() is None
+    except Exception:  # it has what it had, and cannot give it yet
+        return False
 
 
 def _what_is_left(step: BegunStep) -> str:

@@ -59,6 +59,10 @@ class OptimShard(Protocol):
 
         It is averaged over ranks and still multiplied by the loss scale. ``step`` may overwrite it in place. None on
         every rank when nothing in this chunk got a gradient since the last ``commit`` or ``discard``.
+
+        Raises:
+            RuntimeError: it cannot be given now; or it was lost on its way here, and from then on there is None. In
+                that case ``ZeroOptimizer`` drops the gradients of all shards, on every rank.
         """
 
     def without_gradient(self) -> Collection[nn.Parameter]:
