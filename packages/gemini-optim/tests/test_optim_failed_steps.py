@@ -218,3 +218,24 @@ def check_lost_gradient(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_gradient_lost_on_one_rank_loses_the_step_on_all(world_size: int) -> None:
     run_ranks(check_lost_gradient, world_size)
+
+
+def check_unlike_gradients(rank: int, world_size: int) -> None:
+    for norm_type in (2.0, float("inf")):
+        zero, model = make("adam", torch.float32, dist.group.WORLD)
+        zero.norm_type = norm_type
+        before = state_of(zero, model)
+        for shard, ranks in ((0, {0}), (1, {1}), (2, set(range(1, world_size)))):
+            backward(zero, 0, rank)
+            if rank in ranks:
+                model.shards[shard].discard()
+            with pytest.raises(RuntimeError, match="Only some ranks have a gradient"):
+                zero.step()
+            assert all(shard.gradient is None for shard in model.shards)
+        torch.testing.assert_close(state_of(zero, model), before, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_have_gradients_of_unlike_chunks_do_not_step(world_size: int) -> None:
+    run_ranks(check_unlike_gradients, world_size)

@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, overload
 
@@ -222,19 +223,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         grads, error, is_lost = self._grads()
         active = self._active(grads)
         parts = [part_of(grads[piece.shard_index], piece) for piece in active]
-        if error is not None:
-            parts.append(torch.tensor([math.inf]))  # no rank goes on, and all look why
-        norm = total_norm(parts, self.norm_type, self._model.process_group, exact=self.max_norm > 0.0)
-        if not math.isfinite(norm):
-            failure, text = self._failure(error, can_go_on=not is_lost)
-            if failure == "final":
-                # The step is lost on this rank as well: a later one must not update a chunk on some ranks alone.
-                for shard in self._model.shards:
-                    shard.discard()
-                text = f"{text} {_ALL_DROPPED}"
-                if error is not None:
-                    error.add_note(_ALL_DROPPED)
-            self._raise_together(failure, text, error)
+        tag = 0 if error is not None else 1 + zlib.crc32(bytes(grad is not None for grad in grads)) % 2**20
+        norm, alike = total_norm(parts, self.norm_type, self._model.process_group, exact=self.max_norm > 0.0, tag=tag)
+        if error is not None or not alike:
+            self._lose_step(error, is_lost)
         scale = self.loss_scale
         self._grad_norm = norm / scale
         if self._model.scales_loss:
@@ -256,6 +248,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._call_hooks(self._optim._optimizer_step_pre_hooks)
         return step
+
+    def _lose_step(self, error: Exception | None, is_lost: bool) -> NoReturn:
+        """Raise on every rank, for a gradient could not be given on one of them, or only some have one. Collective."""
+        failure, text = self._failure(error, can_go_on=not is_lost)
+        if failure != "repeatable":
+            # The step is lost on this rank as well: a later one must not update a chunk on some ranks alone.
+            for shard in self._model.shards:
+                shard.discard()
+            text = f"{text or 'Only some ranks have a gradient of a chunk: a backward has failed.'} {_ALL_DROPPED}"
+            if error is not None:
+                error.add_note(_ALL_DROPPED)
+        raise error or RuntimeError(f"The ranks cannot begin the step. {text}")
 
     def _grads(self) -> tuple[list[Tensor | None], Exception | None, bool]:
         """Return the gradient of every shard, or none, what was raised, and whether a gradient is lost with that."""
