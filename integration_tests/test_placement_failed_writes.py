@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
-from gemini_chunk import TierFullError
+from gemini_chunk import ChunkError, TierFullError
 from gemini_chunk.testing import FailingCopier
 from gemini_optim import UnfinishedStepError
 from models import SMALL_CHUNKS, batch, lm_loss, seeded_model
@@ -26,7 +26,13 @@ SAYS = {
 }
 
 
-def wrap(rank: int, precision: Literal["fp16", "bf16", "fp32"], optim: str, folder: str) -> GeminiOptimizer:
+def wrap(
+    rank: int,
+    precision: Literal["fp16", "bf16", "fp32"],
+    optim: str,
+    folder: str,
+    reduce_dtype: torch.dtype | None = None,
+) -> GeminiOptimizer:
     model = GeminiDDP(
         seeded_model("llama"),
         precision=precision,
@@ -34,6 +40,7 @@ def wrap(rank: int, precision: Literal["fp16", "bf16", "fp32"], optim: str, fold
         offload_optim_frac=0.0 if folder else 1.0,
         disk_optim_frac=1.0 if folder else 0.0,
         offload_directory=folder or None,
+        reduce_dtype=reduce_dtype,
         **SMALL_CHUNKS,
     )
     if optim == "adam":
@@ -154,3 +161,41 @@ def test_a_step_that_failed_is_finished_with_the_bits_of_one_that_did_not(
     writes: Writes, precision: str, optim: str, world_size: int, tmp_path: object
 ) -> None:
     run_ranks(check_finished_step, world_size, writes, precision, optim, str(tmp_path))
+
+
+def check_lost_gradient(rank: int, world_size: int) -> None:
+    # Summed in fp32, gradients are carried to the host even where that is the memory of the device.
+    found, wanted = (wrap(rank, "bf16", "adam", "", torch.float32) for _ in range(2))
+    copier = found.module.chunk_manager.tier("host").incoming = FailingCopier(())
+    copies = 0
+    for step in range(2):
+        loss = lm_loss(found.module, batch(rank, step))
+        before = copier.started
+        if step == 1 and rank == 1:
+            copier.at = [before + copies - 1]  # the gradient of the last chunk: the other ranks have got theirs
+            with pytest.raises(ChunkError, match=r"Carrying the gradient of chunk \d+ to the host tier failed"):
+                found.backward(loss)
+        else:
+            found.backward(loss)
+        copies = copier.started - before
+        if step == 1:
+            with pytest.raises(RuntimeError, match=r"Only some ranks have a gradient .* of all ranks are dropped"):
+                found.step()
+            assert all(shard.grad() is None for shard in found.module.shards)
+        found.step()
+    for step in (0, 2):
+        if step:
+            found.backward(lm_loss(found.module, batch(rank, step)))
+            found.step()
+        wanted.backward(lm_loss(wanted.module, batch(rank, step)))
+        wanted.step()
+    values = [dict(one.module.named_master_values(torch.float32)) for one in (found, wanted)]
+    torch.testing.assert_close(*values, rtol=0.0, atol=0.0)
+    states = [one.state_dict(only_rank_0=False) for one in (found, wanted)]
+    torch.testing.assert_close(*states, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_that_one_rank_could_not_carry_away_loses_the_step_on_all(world_size: int) -> None:
+    run_ranks(check_lost_gradient, world_size)

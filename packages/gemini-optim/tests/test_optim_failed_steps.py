@@ -182,3 +182,60 @@ def train_without_faults(rank: int, world_size: int) -> list[object]:
 def test_every_rank_raises_where_one_fails_and_all_finish_together(call: Call) -> None:
     wanted = run_ranks(train_without_faults, 2)
     torch.testing.assert_close(run_ranks(check_one_failing_rank, 2, call), wanted, rtol=0.0, atol=0.0)
+
+
+def check_lost_gradient(rank: int, world_size: int) -> None:
+    zero, model = make("adam", torch.float32, dist.group.WORLD)
+    wanted, plain = make("adam", torch.float32, dist.group.WORLD)
+    last = world_size - 1
+    backward(zero, 0, rank)
+    original = PlainShard.grad
+
+    def lose(shard: PlainShard) -> torch.Tensor | None:
+        if shard is model.shards[2] and shard.gradient is not None:
+            shard.gradient = None
+            raise OSError("lost on its way for the test")
+        return original(shard)
+
+    before = state_of(zero, model)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == last:
+            patch.setattr(PlainShard, "grad", lose)
+        with pytest.raises(OSError if rank == last else RuntimeError, match="lost on its way for the test") as raised:
+            zero.step()
+        told = raised.value.__notes__[0] if rank == last else str(raised.value)
+        assert "The gradients of all ranks are dropped" in told
+    assert all(shard.gradient is None for shard in model.shards)
+    zero.step()
+    torch.testing.assert_close(state_of(zero, model)[:2], before[:2], rtol=0.0, atol=0.0)
+    for optimizer in (zero, wanted):
+        backward(optimizer, 1, rank)
+        optimizer.step()
+    torch.testing.assert_close(state_of(zero, model), state_of(wanted, plain), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_lost_on_one_rank_loses_the_step_on_all(world_size: int) -> None:
+    run_ranks(check_lost_gradient, world_size)
+
+
+def check_unlike_gradients(rank: int, world_size: int) -> None:
+    for norm_type in (2.0, float("inf")):
+        zero, model = make("adam", torch.float32, dist.group.WORLD)
+        zero.norm_type = norm_type
+        before = state_of(zero, model)
+        for shard, ranks in ((0, {0}), (1, {1}), (2, set(range(1, world_size)))):
+            backward(zero, 0, rank)
+            if rank in ranks:
+                model.shards[shard].discard()
+            with pytest.raises(RuntimeError, match="Only some ranks have a gradient"):
+                zero.step()
+            assert all(shard.gradient is None for shard in model.shards)
+        torch.testing.assert_close(state_of(zero, model), before, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_have_gradients_of_unlike_chunks_do_not_step(world_size: int) -> None:
+    run_ranks(check_unlike_gradients, world_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -209,3 +210,35 @@ def test_state_that_does_not_fit_is_refused_and_nothing_changes(change, message:
     assert zero.state_dict()["param_groups"] == before["param_groups"]
     assert zero.state_dict()["loss_scaler"] == before["loss_scaler"]
     assert_same_state(zero.state_dict()["state"], before["state"])
+
+
+@pytest.mark.parametrize("on", ["zero", "optim"])
+def test_hooks_of_saving_and_loading_run_as_torchs_do(on: str) -> None:
+    params = make_params()
+    optim = HybridAdam(params)
+    zero = ZeroOptimizer(optim, PlainModel(params))
+    handle = zero if on == "zero" else optim
+    calls: list[str] = []
+
+    def expect(name: str, optimizer: torch.optim.Optimizer) -> None:
+        assert optimizer is handle
+        calls.append(name)
+
+    def add(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        expect("add", optimizer)
+        return {**state_dict, "note": 7}
+
+    def change(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        expect("change", optimizer)
+        state_dict["param_groups"] = [{**group, "lr": 0.25} for group in state_dict["param_groups"]]
+
+    handle.register_state_dict_pre_hook(lambda optimizer: expect("before saving", optimizer))
+    handle.register_state_dict_post_hook(add)
+    handle.register_load_state_dict_pre_hook(change)
+    handle.register_load_state_dict_post_hook(lambda optimizer: expect("after loading", optimizer))
+    saved = zero.state_dict()
+    assert saved["note"] == 7
+    zero.load_state_dict(saved)
+    assert calls == ["before saving", "add", "change", "after loading"]
+    assert zero.param_groups[0]["lr"] == 0.25
+    assert saved["param_groups"][0]["lr"] == 1e-3, "the caller's dict stays as it was"

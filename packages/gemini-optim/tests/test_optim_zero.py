@@ -214,6 +214,30 @@ def test_groups_keep_their_own_hyperparameters() -> None:
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("change", ["moved", "removed", "added", "swapped"])
+@pytest.mark.parametrize("use", ["step", "state_dict", "load_state_dict"])
+def test_members_of_groups_that_were_changed_by_hand_are_refused(change: str, use: str) -> None:
+    params = make_params()
+    optim = torch.optim.AdamW([{"params": params[:3]}, {"params": params[3:6], "lr": 0.1}], 1e-2)
+    zero = ZeroOptimizer(optim, PlainModel(params))
+    train(zero, params, [0])
+    saved = zero.state_dict()
+    first, second = (group["params"] for group in optim.param_groups)
+    if change == "moved":
+        second.append(first.pop())
+    elif change == "removed":
+        first.pop()
+    elif change == "added":
+        optim.add_param_group({"params": params[6:]})
+    else:
+        first[0], second[0] = second[0], first[0]
+    zero.backward(make_loss(params, 1))
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=r"had \[3, 3\] parameters"):
+        zero.load_state_dict(saved) if use == "load_state_dict" else getattr(zero, use)()
+    assert_equal(params, before)
+
+
 def test_hooks_of_the_optimizer_run_once_per_step() -> None:
     params = make_params()
     optim = MAKERS["adamw"](params)
@@ -282,6 +306,18 @@ def test_scale_grows_after_clean_steps_and_gradients_are_unscaled_by_the_scale_t
     assert scales == [2, 4, 4, 8, 8]
     for a, b in zip(ours, theirs, strict=True):  # gradients that are subnormal in fp16 gain bits from the scale
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_a_loss_in_fp16_trains_once_its_gradient_is_in_range() -> None:
+    params = make_params(torch.float16)
+    zero = ZeroOptimizer(MAKERS["sgd"](params), PlainModel(params))
+    norms = []
+    for _ in range(4):
+        zero.backward((torch.stack([p.sum() for p in params]).sum() * 0 + 100).half())
+        zero.step()
+        norms.append(zero.get_grad_norm())
+    assert norms == [math.inf, math.inf, 0.0, 0.0]  # two overflows let the scale back off, from 2**16 to 2**15
+    assert zero.loss_scale == 2**15
 
 
 def test_backward_takes_only_scalar_tensors() -> None:

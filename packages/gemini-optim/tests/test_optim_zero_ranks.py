@@ -189,8 +189,8 @@ def count_collectives(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_step_sends_two_numbers_before_the_update_and_one_after_it(world_size: int) -> None:
-    expected = [("all_reduce", 2), ("all_reduce", 1)] if world_size > 1 else []
+def test_a_step_sends_four_numbers_before_the_update_and_one_after_it(world_size: int) -> None:
+    expected = [("all_reduce", 4), ("all_reduce", 1)] if world_size > 1 else []
     assert run_ranks(count_collectives, world_size) == [expected] * world_size
 
 

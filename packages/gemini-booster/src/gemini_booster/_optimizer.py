@@ -49,7 +49,6 @@ class GeminiOptimizer(ZeroOptimizer):
         if not isinstance(module, GeminiDDP):
             raise TypeError(f"module must be a GeminiDDP, got {type(module).__name__}. Wrap the model first.")
         self.module = module
-        module.optimizers.add(self)
         super().__init__(
             optim,
             module,
@@ -64,6 +63,7 @@ class GeminiOptimizer(ZeroOptimizer):
             norm_type=norm_type,
             verbose=verbose,
         )
+        module.optimizers.add(self)  # once it is complete: the model asks it whether it has finished its step
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -32,21 +32,26 @@ def total_norm(
     process_group: torch.distributed.ProcessGroup | None,
     *,
     exact: bool,
-) -> float:
+    tag: int,
+) -> tuple[float, bool]:
     """Return the norm of all gradients of all ranks, with one collective and one wait per device.
 
     Args:
-        gradients: flat tensors of this rank, of any floating dtype and device.
+        gradients: flat tensors of this rank, of any floating or complex dtype and any device.
         norm_type: one of ``SUPPORTED_NORMS``.
         process_group: the ranks that hold the other gradients.
         exact: whether a coefficient is computed from it. [Note: Squares in fp64]
+        tag: any number from 0 to 2**20; ranks must have the same.
 
     Returns:
-        The norm, the same bits on every rank; NaN or infinite if and only if a gradient of any rank is not finite.
+        The norm, infinite if and only if a gradient of any rank is not finite; and whether all ranks gave one tag. Both
+        are the same bits on every rank.
     """
     numbers: list[float] = []
     parts: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
+        if gradient.is_complex() and norm_type == 2.0:
+            gradient = torch.view_as_real(gradient).view(-1)
         if gradient.device.type == "cpu" and norm_type == 2.0:
             numbers.append(_sum_of_squares(gradient, exact))
         else:
@@ -57,14 +62,18 @@ def total_norm(
     value = float(local.sum() if norm_type == 2.0 else local.max())
     # A maximum over ranks may lose a NaN, so whether the value is finite travels beside it.
     finite = math.isfinite(value)
-    value, broken = _collectives.all_reduce_numbers(
-        [value if finite else 0.0, float(not finite)],
-        "sum" if norm_type == 2.0 else "max",
-        process_group,
+    value = value if finite else 0.0
+    if norm_type == math.inf:
+        value, broken, most, least = _collectives.all_reduce_numbers(
+            [value, not finite, tag, -tag], "max", process_group
+        )
+        return math.inf if broken else value, most == -least
+    value, broken, total, squares = _collectives.all_reduce_numbers(
+        [value, not finite, tag, tag**2], "sum", process_group
     )
-    if broken:
-        return math.inf
-    return math.sqrt(value) if norm_type == 2.0 else value
+    # Numbers are equal if the mean of their squares is the square of their mean. All of these sums are exact.
+    alike = _collectives.group_size(process_group) * int(squares) == int(total) ** 2
+    return math.inf if broken else math.sqrt(value), alike
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

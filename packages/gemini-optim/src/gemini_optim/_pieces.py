@@ -259,6 +259,10 @@ class StateMemory:
                 self.take(piece, name, view.dtype)
             place_numbers(piece, groups)
 
+    def dtype_of(self, piece: Piece) -> torch.dtype:
+        """Return the dtype of the master weights of ``piece``."""
+        return self._shards[piece.shard_index].master().dtype
+
     def adopt(self, piece: Piece) -> None:
         """Carry the state tensors that the optimizer allocated for ``piece`` into the memory of its shard.
 

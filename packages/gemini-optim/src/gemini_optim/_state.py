@@ -187,9 +187,10 @@ def pieces_with_states(
         if first not in saved.elements:
             continue
         for name in saved.elements[first]:
-            # torch keeps states in the dtype of what it updates, which is the fp32 master weight here.
-            dtype = saved.elements[first][name].dtype
-            view = memory.take(piece, name, torch.float32 if dtype.is_floating_point else dtype)
+            # torch keeps states in the dtype of what it updates, which is the master weight here.
+            dtype, master_dtype = saved.elements[first][name].dtype, memory.dtype_of(piece)
+            cast_it = dtype.is_floating_point and master_dtype.is_floating_point
+            view = memory.take(piece, name, master_dtype if cast_it else dtype)
             for segment, at in piece.offsets():
                 values = saved.elements[segment.param_index][name].reshape(-1)
                 view[at:][: segment.numel].copy_(values[segment.param_offset :][: segment.numel])

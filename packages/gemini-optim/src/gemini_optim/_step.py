@@ -70,6 +70,7 @@ class BegunStep:
         self._left = Counter(piece.shard_index for piece in pieces)
         self._batches = deque(batches(pieces, block_numel))
         self._updated: Sequence[Piece] = ()
+        self._runs = False
         # A gradient may be of parameters that are not optimized, or of padding. Other ranks may update their part of
         # that chunk, and all must do the same to it.
         self._complete = deque(index for index in self._with_gradient if not self._left[index])
@@ -80,6 +81,10 @@ class BegunStep:
         Raises:
             Exception: whatever a shard or the optimizer has raised; see `can_go_on`.
         """
+        if not self._runs:
+            self.can_go_on = False
+            self._blocks.begin_step(self._device)
+            self.can_go_on = self._runs = True
         self._keep_updated()
         while self._batches:
             batch = self._batches[0]
@@ -93,6 +98,10 @@ class BegunStep:
             self._keep_updated()
         for index in self._with_gradient:
             self._shards[index].wait_commit()
+
+    def _device(self) -> torch.device:
+        """Return where the first shard is updated."""
+        return self._shards[0].master().device if self._shards else torch.device("cpu")
 
     def _keep_updated(self) -> None:
         """Adopt new states of the pieces updated last, and commit the shards of which nothing is left to update."""

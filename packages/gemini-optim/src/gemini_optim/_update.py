@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gemini_optim._adam import CPUAdam, FusedAdam, HybridAdam
-from gemini_optim._pieces import Piece, StateMemory
+from gemini_optim._pieces import Piece, Segment, StateMemory
+from gemini_optim._shared import SharedValues
 
 __all__ = ["BlockUpdate", "batches"]
 
@@ -48,30 +50,56 @@ class BlockUpdate:
         self._memory = memory
         self._block_numel = block_numel
         self._is_known = type(optim) in _KNOWN_ADAMS
-        self._scratch: dict[torch.device, Tensor] = {}
+        # torch's own keep all that they change in the states of parameters.
+        known = type(optim) in _KNOWN_ADAMS or type(optim).__module__.startswith("torch.optim.")
+        self._shared = None if known else SharedValues(optim)
+        self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def begin_step(self, device_of: Callable[[], torch.device]) -> None:
+        """Learn what the step makes of values that parameters share. [Note: Values that parameters share].
+
+        Args:
+            device_of: returns a device on which the optimizer works; it is asked only where that matters.
+        """
+        if self._shared is None:
+            return
+        device = device_of()
+        stand_ins = []
+        for index in range(len(self._optim.param_groups)):
+            piece = Piece((Segment(0, index, 0, 0, 0, 0, 1),), torch.ones(1, device=device))
+            piece.param.grad = torch.ones(1, device=device)
+            stand_ins.append(piece)
+        self._shared.learn(lambda: self._call_optimizer(stand_ins))
+
+    def end_step(self) -> None:
+        """Let those values be as a step leaves them; once, when all pieces are updated."""
+        if self._shared is not None:
+            self._shared.finish()
 
     def prepare(self, batch: Sequence[Piece], masters: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
         """Take the memory that an update needs; where that fails, it may be called again.
 
         Args:
             batch: together no more elements than a block.
-            masters: the fp32 master weights of each piece, shape ``(piece.numel,)``.
+            masters: the master weights of each piece, shape ``(piece.numel,)``.
             grads: the gradient of each piece, same shape.
 
         Returns:
-            The gradients in fp32 beside the master weights, for `run`; those that were so already are the same tensors.
+            The gradients beside the master weights and in their dtype, for `run`; those that were so already are the
+            same tensors.
         """
-        used: dict[torch.device, int] = {}
+        used: Counter[tuple[torch.device, torch.dtype]] = Counter()
         prepared = []
         for piece, master, grad in zip(batch, masters, grads, strict=True):
             piece.param.data = master
             if self._is_known and "step" not in piece.state:
                 self._allocate_ahead(piece)
-            if grad.dtype != torch.float32 or grad.device != master.device:
-                first = used.get(master.device, 0)
-                used[master.device] = first + piece.numel
+            kind = (master.device, master.dtype)
+            if (grad.device, grad.dtype) != kind:
+                first = used[kind]
+                used[kind] += piece.numel
                 # 16-bit elements cross between devices as 16 bits, and are cast where they arrive.
-                grad = self._block(master.device)[first:][: piece.numel].copy_(grad.to(master.device))
+                grad = self._block(*kind)[first:][: piece.numel].copy_(grad.to(master.device))
             prepared.append(grad)
         return prepared
 
@@ -81,18 +109,20 @@ class BlockUpdate:
         Args:
             batch: the pieces that were prepared last.
             grads: what `prepare` returned; it is overwritten.
-            multiplier: gradients are multiplied by it in fp32; 1.0 leaves their bits alone.
+            multiplier: gradients are multiplied by it, in the dtype of the master weights; 1.0 leaves their bits alone.
         """
         for piece, grad in zip(batch, grads, strict=True):
             if multiplier != 1.0:
                 grad.mul_(multiplier)
             piece.param.grad = grad
         self._call_optimizer(batch)
+        if self._shared is not None:
+            self._shared.undo(piece.group_index for piece in batch)
 
-    def _block(self, device: torch.device) -> Tensor:
-        if device not in self._scratch:
-            self._scratch[device] = torch.empty(self._block_numel, dtype=torch.float32, device=device)
-        return self._scratch[device]
+    def _block(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if (device, dtype) not in self._scratch:
+            self._scratch[device, dtype] = torch.empty(self._block_numel, dtype=dtype, device=device)
+        return self._scratch[device, dtype]
 
     def _allocate_ahead(self, piece: Piece) -> None:
         """Create the state of the Adams that we know, so that not even the first step holds it twice.
@@ -102,7 +132,7 @@ class BlockUpdate:
         group = self._optim.param_groups[piece.group_index]
         on_device = group["fused"] or group["capturable"]
         for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]:
-            self._memory.take(piece, name, torch.float32).zero_()
+            self._memory.take(piece, name, piece.param.dtype).zero_()
         piece.state["step"] = torch.zeros((), dtype=torch.float32, device=piece.param.device if on_device else "cpu")
 
     def _call_optimizer(self, batch: Sequence[Piece]) -> None:

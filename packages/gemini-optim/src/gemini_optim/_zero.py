@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
+import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, overload
 
@@ -20,7 +23,7 @@ from gemini_optim._scaler import DynamicLossScaler
 from gemini_optim._state import SavedStates, gather_states, pieces_with_states
 from gemini_optim._step import BegunStep, Failure, agree_on_failure, part_of
 from gemini_optim._update import BlockUpdate
-from gemini_optim.interfaces import ShardedModel
+from gemini_optim.interfaces import OptimShard, ShardedModel
 
 __all__ = ["ZeroOptimizer"]
 
@@ -34,20 +37,28 @@ _WHOLE_PARAMETER: Final = (
     torch.optim.SparseAdam,
 )
 
+_ALL_DROPPED: Final = "The gradients of all ranks are dropped. Go on with the next forward and backward."
+
+# [Note: One optimizer for a model]
+# A step takes the gradients of all shards and drops them: a second optimizer, over other parameters of the model, would
+# find none, and nothing would move. Over the same parameters it takes the place of the first.
+_living: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
+
 
 class ZeroOptimizer(torch.optim.Optimizer):
     """Train a model whose gradients, master weights and optimizer states are spread over ranks.
 
     A step takes the averaged gradients of this rank's shards, unscales and clips them, and runs the arithmetic of
-    ``optim`` on the fp32 master weights block by block. ``optim`` keeps its identity: its parameter groups are those
+    ``optim`` on the master weights block by block. ``optim`` keeps its identity: its parameter groups are those
     of the ``ZeroOptimizer``, so a scheduler may be given either of the two, and a changed hyper-parameter acts at the
-    next step. Its hooks run once per step. Optimizers that look at a whole parameter at once cannot work on shards;
-    torch's own (LBFGS, Muon, Adafactor, SparseAdam) are refused, and others are found out at the first step if the
-    shapes of their states tell.
+    next step. Hooks on either run once per step, save or load. Optimizers that look at a whole parameter at once cannot
+    work on shards; torch's own (LBFGS, Muon, Adafactor, SparseAdam) are refused, and others are found out at the first
+    step if the shapes of their states tell.
 
     A step with a gradient that is not finite on any rank is skipped on all: no weight and no state changes. Trainable
     parameters of the model that ``optim`` does not have are not updated and do not count in the norm. State that
-    ``optim`` already has is taken over.
+    ``optim`` already has is taken over. A model has one optimizer: one that is built later, over the same parameters or
+    more of them, replaces it.
 
     Args:
         optim: any element-wise optimizer, built on the parameters of the user's model. Frozen parameters may be there;
@@ -63,13 +74,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm: total norm to which the unscaled gradients are clipped, as ``torch.nn.utils.clip_grad_norm_`` does;
             0.0 leaves them alone.
         norm_type: 2.0 or ``math.inf``.
-        block_numel: elements that are updated at a time. The scratch buffer has this many fp32 elements on every
-            device that holds master weights; a block should stay in cache.
+        block_numel: elements that are updated at a time. The scratch buffer has this many elements on every
+            device that holds master weights, for each dtype of those; a block should stay in cache.
         verbose: log every skipped step.
 
     Raises:
         ValueError: an argument is out of bounds, ``optim`` is not element-wise, or it has trainable parameters that
-            the model does not manage.
+            the model does not manage, or lacks some of an optimizer that the model already has.
+        UnfinishedStepError: that optimizer has to finish a step.
         ShardLayoutError: the model's shards do not hold every element of a parameter exactly once.
     """
 
@@ -122,11 +134,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._stepped = False
         self._warned = False
         self._begun: BegunStep | None = None
+        self._is_replaced = False
+        others = self._others()
         # The way torch restores an optimizer: it makes this one complete without copying the groups, whose dicts
         # (and their list) stay those of `optim`.
         self.__setstate__({"defaults": optim.defaults, "state": optim.state, "param_groups": optim.param_groups})
         self._pieces: list[Piece] = []
         self._lay_out()
+        for other in others:
+            other._is_replaced = True
+        _living.add(self)
 
     @property
     def loss_scale(self) -> float:
@@ -139,7 +156,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._optim
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward from the loss times the loss scale.
+        """Run backward from the loss times the loss scale, a product in fp32.
+
+        The gradient of the loss itself is the scale. So a loss in fp16 skips steps until the scale is within fp16's
+        range, 2**15 at most; a loss in fp32 does not.
 
         Args:
             loss: a scalar; this rank's loss, which the model averages over ranks through the gradients.
@@ -156,7 +176,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"backward() takes a scalar loss, got shape {tuple(loss.shape)}. Reduce it first, as by loss.mean()."
             )
-        self._model.backward(loss * self.loss_scale if self._model.scales_loss else loss)
+        self._model.backward(loss.float() * self.loss_scale if self._model.scales_loss else loss)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -175,11 +195,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             What ``closure`` returned; None without one.
 
         Raises:
+            RuntimeError: another optimizer has replaced this one, or an error has befallen another rank.
+            ValueError: the members of ``param_groups`` were changed by hand; those of loaded states do not fit.
             UnfinishedStepError: memory for states was refused, or new weights did not get to where they rest, on this
                 rank or another; every rank raises. Weights and states are as if the step had stopped for a while: the
                 next call, on every rank, finishes it, without ``closure``. Until then gradients can be neither computed
                 nor dropped, and nothing can be saved or loaded.
         """
+        if self._is_replaced:
+            raise RuntimeError("Another optimizer was built on this one's model and has replaced it. Step that one.")
         begun, self._begun = self._begun, None
         loss = None if begun is None else begun.loss
         if closure is not None and begun is None:
@@ -196,15 +220,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _begin(self, loss: float | None) -> BegunStep | None:
         """Return the step that is to be taken, or None if all ranks skip it."""
         self._adopt_users_changes()
-        grads, error = self._grads()
+        grads, error, is_lost = self._grads()
         self._memory.follow(self._pieces, self._optim.param_groups)
         active = self._active(grads)
         parts = [part_of(grads[piece.shard_index], piece) for piece in active]
-        if error is not None:
-            parts.append(torch.tensor([math.inf]))  # no rank goes on, and all look why
-        norm = total_norm(parts, self.norm_type, self._model.process_group, exact=self.max_norm > 0.0)
-        if not math.isfinite(norm):
-            self._raise_together(*self._failure(error, can_go_on=False), error)
+        tag = 0 if error is not None else 1 + zlib.crc32(bytes(grad is not None for grad in grads)) % 2**20
+        norm, alike = total_norm(parts, self.norm_type, self._model.process_group, exact=self.max_norm > 0.0, tag=tag)
+        if error is not None or not alike:
+            self._lose_step(error, is_lost)
         scale = self.loss_scale
         self._grad_norm = norm / scale
         if self._model.scales_loss:
@@ -227,13 +250,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._call_hooks(self._optim._optimizer_step_pre_hooks)
         return step
 
-    def _grads(self) -> tuple[list[Tensor | None], Exception | None]:
-        """Return the gradient of every shard, or none and what was raised: the other ranks must hear of it."""
-        shards = self._model.shards
-        try:
-            return [shard.grad() for shard in shards], None
-        except Exception as error:
-            return [None] * len(shards), error
+    def _lose_step(self, error: Exception | None, is_lost: bool) -> NoReturn:
+        """Raise on every rank, for a gradient could not be given on one of them, or only some have one. Collective."""
+        failure, text = self._failure(error, can_go_on=not is_lost)
+        if failure != "repeatable":
+            # The step is lost on this rank as well: a later one must not update a chunk on some ranks alone.
+            for shard in self._model.shards:
+                shard.discard()
+            text = f"{text or 'Only some ranks have a gradient of a chunk: a backward has failed.'} {_ALL_DROPPED}"
+            if error is not None:
+                error.add_note(_ALL_DROPPED)
+        raise error or RuntimeError(f"The ranks cannot begin the step. {text}")
+
+    def _grads(self) -> tuple[list[Tensor | None], Exception | None, bool]:
+        """Return the gradient of every shard, or none, what was raised, and whether a gradient is lost with that."""
+        grads: list[Tensor | None] = []
+        for shard in self._model.shards:
+            try:
+                grads.append(shard.grad())
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                return [None] * len(self._model.shards), error, _has_none(shard)
+        return grads, None, False
 
     def _go_on(self, step: BegunStep) -> None:
         """Finish a step. [Note: A step that fails]."""
@@ -247,6 +284,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._begun, step.failure = step, text
             raise UnfinishedStepError(_what_is_left(step)) from error
         self._raise_together(failure, text, error)
+        self._blocks.end_step()
         self._call_hooks(self._optim._optimizer_step_post_hooks)
 
     def _failure(self, error: Exception | None, *, can_go_on: bool) -> tuple[Failure, str]:
@@ -330,17 +368,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Gather the state in torch's format: full shapes, in the memory of the CPU. Collective.
 
         Args:
-            only_rank_0: other ranks get an empty ``"state"``, and need no memory for it.
+            only_rank_0: other ranks get an empty ``"state"``, and need no memory for it; their hooks see it so.
 
         Returns:
-            ``state`` and ``param_groups`` as ``optim`` alone would give them (floating-point states in fp32), and
-            ``loss_scaler``.
+            ``state`` and ``param_groups`` as ``optim`` alone would give them (floating-point states in the dtype of the
+            master weights), and ``loss_scaler``.
         """
-        return {
+        for handle in self._handles:
+            for pre_hook in handle._optimizer_state_dict_pre_hooks.values():
+                pre_hook(handle)
+        state_dict = {
             "state": dict(self.iter_states(only_rank_0=only_rank_0)),
             "param_groups": self.packed_param_groups(),
             "loss_scaler": self.loss_scaler.state_dict(),
         }
+        for handle in self._handles:
+            for post_hook in handle._optimizer_state_dict_post_hooks.values():
+                changed = post_hook(handle, state_dict)
+                state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def iter_states(self, *, only_rank_0: bool = True) -> Iterator[tuple[int, dict[str, object]]]:
         """Yield what ``state_dict()["state"]`` holds, one parameter at a time. Collective: exhaust it on every rank.
@@ -349,6 +395,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             only_rank_0: other ranks send their part and yield nothing.
         """
         self.check_finished()
+        self._check_members()
         self._memory.follow(self._pieces, self._optim.param_groups)
         return gather_states(self._pieces, self._params(), self._model.process_group, only_rank_0=only_rank_0)
 
@@ -372,6 +419,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ValueError: groups, parameters or shapes differ from those of this optimizer, or between ranks.
         """
         self.check_finished()
+        self._check_members()
+        given = dict(state_dict)
+        for handle in self._handles:
+            for pre_hook in handle._optimizer_load_state_dict_pre_hooks.values():
+                changed = pre_hook(handle, given)
+                given = given if changed is None else changed
+        self._load(given)
+        for handle in self._handles:
+            for post_hook in handle._optimizer_load_state_dict_post_hooks.values():
+                post_hook(handle)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         groups = self._optim.param_groups
         saved_groups = copy.deepcopy(list(state_dict["param_groups"]))
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
@@ -414,8 +473,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "as an attribute, instead."
         )
 
+    @property
+    def _handles(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        """The two on which a user may have registered hooks."""
+        return self._optim, self
+
     def _params(self) -> list[Tensor]:
         return [param for group in self._optim.param_groups for param in group["params"]]
+
+    def _others(self) -> list[ZeroOptimizer]:
+        """Return the optimizers that the model has, if they may be replaced. [Note: One optimizer for a model].
+
+        Raises:
+            ValueError: this one lacks some of their parameters.
+            UnfinishedStepError: one of them has to finish a step.
+        """
+        if self._lacking():
+            gc.collect()  # what the user has let go of may be in a cycle, as a scheduler makes one
+        if lacking := self._lacking():
+            raise ValueError(
+                f"The model already has an optimizer, and {lacking} of its trainable parameters are not in this one. "
+                "The first of the two to step would drop the gradients of the other: put both into one optimizer, as "
+                "parameter groups, or let go of the first."
+            )
+        others = _optimizers_of(self._model)
+        for other in others:
+            other.check_finished()
+        return others
+
+    def _lacking(self) -> int:
+        """Count the trainable parameters of the model's optimizers that this one does not have."""
+        mine = set(self._params())
+        theirs = {param for other in _optimizers_of(self._model) for param in other._params()}
+        return sum(param.requires_grad for param in theirs - mine)
 
     def _lay_out(self) -> None:
         """Number the parameters, find their slices in the shards and cut pieces. Collective."""
@@ -425,6 +515,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         segments = list_segments(self._model.shards, places.get)
         self._check_coverage(params, [(part.param_index, part.numel) for part in segments])
         self._segments = segments
+        self._members = [list(group["params"]) for group in self._optim.param_groups]
         self._memory = StateMemory(self._model.shards, segments)
         self._pieces = cut_pieces(segments, self._block_numel)
         self._blocks = BlockUpdate(self._optim, self._memory, self._block_numel)
@@ -452,7 +543,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 )
 
     def _adopt_users_changes(self) -> None:
-        """Follow what the user did to their own handle: a state loaded there, or groups replaced by that."""
+        """Follow what the user did to their own handle: a state loaded there, or groups replaced by that.
+
+        Raises:
+            ValueError: see `_check_members`.
+        """
+        self._check_members()
         self.param_groups = self._optim.param_groups
         if not self._optim.state:
             return
@@ -461,6 +557,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if loaded:
             states = {numbers[param]: self._optim.state.pop(param) for param in loaded}
             self._install_states(self._check_states(states))
+
+    def _check_members(self) -> None:
+        """Raise if the groups do not hold the parameters that they held when those were laid out.
+
+        Raises:
+            ValueError: a parameter was added, removed or moved to another group by hand.
+        """
+        now = [[id(param) for param in group["params"]] for group in self._optim.param_groups]
+        if now != [[id(param) for param in params] for params in self._members]:
+            raise ValueError(
+                f"The parameter groups had {[len(params) for params in self._members]} parameters when the optimizer "
+                f"was built, and have {[len(params) for params in now]} now, or others, or in another order. Their "
+                "states lie in shards by group: change groups before ZeroOptimizer is built, or add one by its "
+                "add_param_group(); hyper-parameters may change at any time."
+            )
 
     def _check_states(self, states: Mapping[int, Mapping[str, object]]) -> SavedStates:
         ours = isinstance(self._optim, torch.optim.Adam) or type(self._optim).__module__.startswith("torch.optim")
@@ -481,6 +592,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         elif self.verbose or not self._warned:
             self._warned = True
             logger.warning("A gradient is not finite: step skipped on every rank.")
+
+
+def _optimizers_of(model: ShardedModel) -> list[ZeroOptimizer]:
+    return [optimizer for optimizer in _living if optimizer._model is model and not optimizer._is_replaced]
+
+
+def _has_none(shard: OptimShard) -> bool:
+    try:
+        return shard.grad() is None
+    except Exception:  # it has what it had, and cannot give it yet
+        return False
 
 
 def _what_is_left(step: BegunStep) -> str:

@@ -59,6 +59,10 @@ class OptimShard(Protocol):
 
         It is averaged over ranks and still multiplied by the loss scale. ``step`` may overwrite it in place. None on
         every rank when nothing in this chunk got a gradient since the last ``commit`` or ``discard``.
+
+        Raises:
+            RuntimeError: it cannot be given now; or it was lost on its way here, and from then on there is None. In
+                that case ``ZeroOptimizer`` drops the gradients of all shards, on every rank.
         """
 
     def without_gradient(self) -> Collection[nn.Parameter]:
@@ -68,10 +72,11 @@ class OptimShard(Protocol):
         """
 
     def master(self) -> Tensor:
-        """Return the master weights, shape ``(shard_numel,)``: fp32, contiguous, writable.
+        """Return the master weights, shape ``(shard_numel,)``: contiguous, writable, in fp32 or what is wider.
 
         They rest on the device where ``new_state`` puts the optimizer states, which may differ from that of ``grad``.
-        For an fp32 model they are the working shard itself.
+        For an fp32 model they are the working shard itself. A 16-bit model that keeps no master weights may give its
+        working shard, too: it is updated in 16 bits, as by torch alone.
         """
 
     def new_state(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:

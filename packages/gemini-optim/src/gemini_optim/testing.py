@@ -31,16 +31,20 @@ class PlainShard:
         name: for messages.
         slices: what of which parameter it holds.
         working: this rank's elements of the chunk, shape ``(shard_numel,)``.
+        master_weights: whether 16-bit elements have fp32 master weights.
     """
 
-    def __init__(self, name: str, slices: Sequence[PlainSlice], working: Tensor) -> None:
+    def __init__(
+        self, name: str, slices: Sequence[PlainSlice], working: Tensor, *, master_weights: bool = True
+    ) -> None:
         self.name = name
         self.slices = tuple(slices)
         self.state_bytes: dict[str, int] = {}
         self.gradient: Tensor | None = None
         self.unused: set[nn.Parameter] = set()
         self._working = working
-        self._master = working if working.dtype == torch.float32 else working.float()
+        is_own_master = not master_weights or working.is_complex() or working.dtype.itemsize >= 4
+        self._master = working if is_own_master else working.float()
 
     def grad(self) -> Tensor | None:
         """Return the averaged gradient, shape ``(shard_numel,)``, or None."""
@@ -51,7 +55,7 @@ class PlainShard:
         return self.unused
 
     def master(self) -> Tensor:
-        """Return the fp32 master weights, shape ``(shard_numel,)``; an fp32 model's own weights."""
+        """Return the master weights, shape ``(shard_numel,)``, or what stands for them: the working shard."""
         return self._master
 
     def new_state(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
@@ -82,6 +86,7 @@ class PlainModel:
     Args:
         params: trainable parameters, on the CPU and of one dtype, equal on all ranks. They become views of chunks.
         chunk_numel: elements of a chunk at most, but for a parameter that is larger.
+        master_weights: whether 16-bit parameters have fp32 master weights.
         process_group: the ranks; None for one.
     """
 
@@ -90,11 +95,13 @@ class PlainModel:
         params: Sequence[nn.Parameter],
         *,
         chunk_numel: int = 2**20,
+        master_weights: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         self.process_group = process_group
         self.shards: list[PlainShard] = []
         self._chunks: list[tuple[list[nn.Parameter], Tensor]] = []
+        self._master_weights = master_weights
         self._world_size = _collectives.group_size(process_group)
         self._rank = _collectives.group_rank(process_group)
         group: list[nn.Parameter] = []
@@ -117,7 +124,7 @@ class PlainModel:
                 continue
             unused = {param for param, one in zip(params, used, strict=True) if not one}
             shard.unused = unused if shard.gradient is None else shard.unused & unused
-            total = torch.zeros(full.numel())
+            total = torch.zeros(full.numel(), dtype=torch.promote_types(full.dtype, torch.float32))
             offset = 0
             for param in params:
                 if param.grad is not None:
@@ -150,7 +157,8 @@ class PlainModel:
                 slices.append(PlainSlice(param, low - first, high - low, low - offset))
             offset += param.numel()
         self._chunks.append((params, full))
-        self.shards.append(PlainShard(f"chunk {len(self.shards)}", slices, self._mine(full, self._rank)))
+        name, working = f"chunk {len(self.shards)}", self._mine(full, self._rank)
+        self.shards.append(PlainShard(name, slices, working, master_weights=self._master_weights))
 
     def _mine(self, full: Tensor, rank: int) -> Tensor:
         numel = full.numel() // self._world_size
@@ -187,7 +195,7 @@ def check_sharded_model(model: ShardedModel, make_loss: Callable[[], Tensor]) ->
         gradient = shard.grad()
         assert gradient is not None  # narrows the type; `used` has only such shards
         _require(gradient.shape == shard.master().shape, f"{shard.name}: grad and master differ in shape")
-        _require(gradient.is_floating_point(), f"{shard.name}: grad is not floating-point")
+        _require(_can_train(gradient), f"{shard.name}: grad is neither floating-point nor complex")
     for shard in shards:
         shard.discard()
         _require(shard.grad() is None, f"{shard.name}: discard kept the gradient")
@@ -211,7 +219,7 @@ def check_sharded_model(model: ShardedModel, make_loss: Callable[[], Tensor]) ->
 def _check_at_rest(shard: OptimShard) -> None:
     master = shard.master()
     _require(master.dim() == 1 and master.is_contiguous(), f"{shard.name}: master is not flat and contiguous")
-    _require(master.dtype == torch.float32, f"{shard.name}: master is {master.dtype}, not fp32")
+    _require(_can_train(master), f"{shard.name}: master is {master.dtype}, neither floating-point nor complex")
     _require(shard.grad() is None, f"{shard.name}: there is a gradient before the first backward")
     end = 0
     for part in shard.slices:
@@ -225,6 +233,10 @@ def _check_at_rest(shard: OptimShard) -> None:
     _require(state.shape == (3,) and state.dtype == torch.float32, f"{shard.name}: new_state has the wrong form")
     _require(state.is_contiguous() and not state.any(), f"{shard.name}: new_state is not zeroed and contiguous")
     _require(state.device == master.device, f"{shard.name}: new_state and master rest on different devices")
+
+
+def _can_train(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _require_masters(shards: Sequence[OptimShard], expected: Sequence[Tensor], problem: str) -> None:
