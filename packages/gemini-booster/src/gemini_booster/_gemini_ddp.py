@@ -22,7 +22,7 @@ from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_
 from gemini_booster._shards import ChunkShard, WriteBehind
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
 from gemini_ddp import ZeroDDP
-from gemini_lazy import forget, is_lazy, materialize, materialize_value
+from gemini_lazy import LazyInitContext, forget, is_lazy, materialize_value
 from gemini_optim import ZeroOptimizer
 from gemini_placement import (
     AutoPlacementPolicy,
@@ -77,8 +77,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
     """Wraps a model for ZeRO training with chunks in device, host and disk memory.
 
     Parameters are packed into chunks, sharded over the ranks and placed by a policy; a model built under
-    `gemini_lazy.LazyInitContext` is materialised straight into shards, one parameter at a time. Rank 0's values are
-    given to every rank.
+    `gemini_lazy.LazyInitContext` is materialised straight into shards, one parameter at a time, and its other tensors
+    (buffers, plain attributes) in place. Rank 0's parameters and buffers are given to every rank.
 
     Args:
         module: the model, on the CPU, on the compute device, or lazily initialised.
@@ -227,6 +227,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
                     capacities={name: tier.capacity for name, tier in manager.tiers.items()},
                     world_size=manager.world_size,
                 )
+            # While the parameters are still lazy: a plain attribute may be a view of one.
+            LazyInitContext.materialize(module, skip=module.parameters())
             facts += [placement.digest, *(_fingerprint(chunk) for chunk in manager.chunks)]
             facts += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
         _wrapped.update(_owners(module))
@@ -465,8 +467,6 @@ def _settle_buffers(module: nn.Module, device: torch.device, collectives: Collec
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None:
-                if is_lazy(buffer):
-                    materialize(buffer)
                 settled = child._buffers[name] = buffer.to(device)
                 flat = settled.reshape(-1)
                 collectives.broadcast(flat.view(torch.uint8))  # not every backend knows every dtype
