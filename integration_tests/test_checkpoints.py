@@ -257,6 +257,43 @@ def test_a_checkpoint_that_does_not_fit_says_so(tmp_path: Path) -> None:
     run_ranks(check_loading_errors, 2, str(tmp_path))
 
 
+OTHER_WEIGHTS = [
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+]
+
+
+def check_other_weights(rank: int, world_size: int, folder: str) -> None:
+    plugin = GeminiPlugin(precision="fp32", **SMALL_CHUNKS)
+    booster = Booster(plugin=plugin)
+    model = trained("gpt2", rank, world_size, plugin, steps=1)
+    for name in OTHER_WEIGHTS:
+        place = Path(folder, name)
+        if rank == 0:
+            place.mkdir()
+            (place / name).write_text("older")
+        for use_safetensors in (False, True):
+            if name == f"{'model.safetensors' if use_safetensors else 'pytorch_model.bin'}.index.json":
+                continue  # the one that is replaced
+            refusal = f"holds other weights, {name}, and .* Save to another folder, or remove these files first"
+            with pytest.raises(ValueError, match=refusal):
+                booster.save_model(model, place, shard=True, use_safetensors=use_safetensors)
+        if rank == 0:
+            assert [path.name for path in place.iterdir()] == [name]
+        booster.save_model(model, place, shard=True, prefix="mine")  # loaded by the name of its index
+    for _ in range(2):  # into its own folder, as often as one likes
+        booster.save_model(model, Path(folder, "own"), shard=True)
+        booster.load_model(model, Path(folder, "own"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_folder_with_other_weights_is_refused_on_every_rank(world_size: int, tmp_path: Path) -> None:
+    run_ranks(check_other_weights, world_size, str(tmp_path))
+
+
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 ROWS = 6

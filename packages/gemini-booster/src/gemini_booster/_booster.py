@@ -124,7 +124,8 @@ class Booster:
 
         Raises:
             OSError: rank 0 could not write; the other ranks raise a RuntimeError that says so.
-            ValueError: a setting is out of its range, or a file is where a folder should be or the reverse.
+            ValueError: a setting is out of its range, a file is where a folder should be or the reverse, or the folder
+                holds other weights, which loaders would take: a single file, or those of the other format.
         """
         _checkpoint.save_model(
             _wrapped(model),

@@ -22,6 +22,8 @@ from gemini_booster._optimizer import GeminiOptimizer
 _MIB = 2**20
 _BIN_INDEX = "pytorch_model.bin.index.json"
 _SAFE_INDEX = "model.safetensors.index.json"
+# What loaders look for in a folder.
+_FOUND_IN_FOLDERS = ("model.safetensors", _SAFE_INDEX, "pytorch_model.bin", _BIN_INDEX)
 
 
 def save_model(
@@ -40,11 +42,10 @@ def save_model(
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating dtype, or None for the working dtype; got {dtype}.")
     path = Path(checkpoint)
-    if shard and path.is_file():
-        raise ValueError(f"With shard=True the checkpoint is a folder; {str(path)!r} is a file.")
-    if not shard and path.is_dir():
-        raise ValueError(f"With shard=False the checkpoint is a file; {str(path)!r} is a folder.")
     writer = is_writer(model.process_group)
+    with report_to_all(model.process_group):
+        if writer:
+            _check_place(path, shard=shard, prefix=prefix, use_safetensors=use_safetensors)
     entries = _entries(model, dtype, skip_ties=use_safetensors)
     with report_to_all(model.process_group):
         try:
@@ -60,6 +61,27 @@ def save_model(
             for _ in entries:  # the other ranks still gather: leaving them would hang them
                 pass
             raise
+
+
+def _check_place(path: Path, *, shard: bool, prefix: str | None, use_safetensors: bool) -> None:
+    """Refuse a path where loaders would not find what is to be saved.
+
+    Raises:
+        ValueError: a file is where a folder should be or the reverse, or a folder holds other weights.
+    """
+    if not shard:
+        if path.is_dir():
+            raise ValueError(f"With shard=False the checkpoint is a file; {str(path)!r} is a folder.")
+        return
+    if path.is_file():
+        raise ValueError(f"With shard=True the checkpoint is a folder; {str(path)!r} is a file.")
+    own = _SAFE_INDEX if use_safetensors else _BIN_INDEX
+    others = [name for name in _FOUND_IN_FOLDERS if name != own and (path / name).exists()]
+    if others and prefix is None:  # who gives a prefix names the index in order to load
+        raise ValueError(
+            f"{str(path)!r} holds other weights, {' and '.join(others)}, and from_pretrained or load_model would take "
+            "those. Save to another folder, or remove these files first."
+        )
 
 
 def _entries(model: GeminiDDP, dtype: torch.dtype | None, *, skip_ties: bool) -> Iterator[tuple[str, Tensor]]:
@@ -265,16 +287,21 @@ def is_writer(process_group: dist.ProcessGroup | None) -> bool:
 
 @contextlib.contextmanager
 def report_to_all(process_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let rank 0's error be raised on every rank, and let no rank go on before the files are there."""
+    """Let rank 0's error be raised on every rank, and let no rank go on before the files are there.
+
+    What rank 0 refuses is refused alike on all ranks, by a `ValueError`.
+    """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     if process_group is not None:
-        message = [None if error is None else f"{type(error).__name__}: {error}"]
+        failed = None if error is None else (isinstance(error, ValueError), f"{type(error).__name__}: {error}")
+        message = [failed]
         dist.broadcast_object_list(message, group=process_group, group_src=0)
         if error is None and message[0] is not None:
-            error = RuntimeError(f"Rank 0 could not save: {message[0]}")
+            is_refusal, text = message[0]
+            error = (ValueError if is_refusal else RuntimeError)(f"Rank 0 could not save: {text}")
     if error is not None:
         raise error
