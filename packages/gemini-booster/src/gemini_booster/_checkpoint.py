@@ -46,13 +46,15 @@ def save_model(
     with report_to_all(model.process_group):
         if writer:
             _check_place(path, shard=shard, prefix=prefix, use_safetensors=use_safetensors)
+            if use_safetensors:
+                _check_tensors(model.unwrap())
     entries = _entries(model, dtype, skip_ties=use_safetensors)
     with report_to_all(model.process_group):
         try:
             if shard:
                 _save_folder(model, entries, path, prefix, size_per_shard * _MIB, use_safetensors, writer)
             else:
-                state = {name: value.cpu() for name, value in entries if writer}
+                state = {name: _on_cpu(value) for name, value in entries if writer}
                 if writer:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     with _replacing(path) as temporary:
@@ -84,14 +86,35 @@ def _check_place(path: Path, *, shard: bool, prefix: str | None, use_safetensors
         )
 
 
-def _entries(model: GeminiDDP, dtype: torch.dtype | None, *, skip_ties: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and full values; a tied parameter once where the format cannot share and the model ties by itself."""
+def _check_tensors(module: nn.Module) -> None:
+    """Refuse what safetensors cannot hold.
+
+    Raises:
+        ValueError: there is something of the kind.
+    """
+    others = [name for name, entry in module.state_dict(keep_vars=True).items() if not isinstance(entry, Tensor)]
+    if others:
+        raise ValueError(
+            f"safetensors holds tensors only, and get_extra_state of a module returns something else: "
+            f"{', '.join(others)}. Save with use_safetensors=False."
+        )
+
+
+def _entries(model: GeminiDDP, dtype: torch.dtype | None, *, skip_ties: bool) -> Iterator[tuple[str, object]]:
+    """Yield the names of a state with full values, and what ``get_extra_state`` of modules returns as it is.
+
+    A tied parameter comes once where the format cannot share and the model ties by itself.
+    """
     ties_itself = skip_ties and bool(getattr(model.unwrap(), "_tied_weights_keys", None))
     state = model.unwrap().state_dict(keep_vars=True)
     times = Counter(entry for entry in state.values() if isinstance(entry, nn.Parameter))
     seen: dict[Tensor, Tensor] = {}
-    for name, value in model.named_full_values() if dtype is None else model.named_master_values(dtype):
-        entry = state[name]
+    values = model.named_full_values() if dtype is None else model.named_master_values(dtype)
+    for name, entry in state.items():
+        if not isinstance(entry, Tensor):
+            yield name, entry
+            continue
+        _, value = next(values)
         if isinstance(entry, nn.Parameter) and entry in seen:
             if not ties_itself:
                 yield name, value if skip_ties else seen[entry]
@@ -103,7 +126,7 @@ def _entries(model: GeminiDDP, dtype: torch.dtype | None, *, skip_ties: bool) ->
 
 def _save_folder(
     model: GeminiDDP,
-    entries: Iterator[tuple[str, Tensor]],
+    entries: Iterator[tuple[str, object]],
     folder: Path,
     prefix: str | None,
     limit: float,
@@ -116,7 +139,7 @@ def _save_folder(
     suffix = ".safetensors" if use_safetensors else ".bin"
     weight_map: dict[str, str] = {}
     files: list[str] = []
-    state: dict[str, Tensor] = {}
+    state: dict[str, object] = {}
     state_bytes = total_bytes = 0
     name = _SAFE_INDEX if use_safetensors else _BIN_INDEX
     if prefix:
@@ -135,11 +158,12 @@ def _save_folder(
         for entry, value in entries:
             if index is None:
                 continue
-            if state_bytes + value.nbytes > limit:
+            value_bytes = value.nbytes if isinstance(value, Tensor) else 0
+            if state_bytes + value_bytes > limit:
                 flush()
-            state[entry] = value.cpu()
-            state_bytes += value.nbytes
-            total_bytes += value.nbytes
+            state[entry] = _on_cpu(value)
+            state_bytes += value_bytes
+            total_bytes += value_bytes
         if index is None:
             return
         flush()
@@ -153,9 +177,14 @@ def _save_folder(
         stale.unlink()
 
 
-def _write(state: dict[str, Tensor], path: Path, use_safetensors: bool) -> None:
+def _on_cpu(value: object) -> object:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _write(state: Mapping[str, object], path: Path, use_safetensors: bool) -> None:
     if use_safetensors:
-        save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"format": "pt"})
+        tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, Tensor)}
+        save_file(tensors, path, metadata={"format": "pt"})
     else:
         torch.save(state, path)
 
@@ -176,9 +205,10 @@ def load_model(model: GeminiDDP, checkpoint: str | os.PathLike[str], *, strict: 
     state = _SavedState(_files(Path(checkpoint)))
     module = model.unwrap()
     entries = module.state_dict(keep_vars=True)
-    by_entry: dict[Tensor, str] = {entry: name for name, entry in entries.items() if name in state}
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
+    by_entry = {entry: name for name, entry in tensors.items() if name in state}
     # A format that cannot share tensors holds a tied parameter under one of its names.
-    aliases = {name: by_entry[entry] for name, entry in entries.items() if name not in state and entry in by_entry}
+    aliases = {name: by_entry[entry] for name, entry in tensors.items() if name not in state and entry in by_entry}
     model.load_state_dict(_Aliased(state, aliases), strict=strict)
 
 
@@ -188,8 +218,8 @@ def _is_torch_file(file: Path) -> bool:
         return opened.read(2) == b"PK"
 
 
-class _SavedState(Mapping[str, Tensor]):
-    """Tensors of files, read when asked for."""
+class _SavedState(Mapping[str, object]):
+    """Tensors of files, and extra states of modules, read when asked for."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._readers: dict[str, Any] = {}
@@ -204,10 +234,8 @@ class _SavedState(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._readers
 
-    def __getitem__(self, name: str) -> Tensor:
-        value = self._readers[name](name)
-        assert isinstance(value, Tensor)
-        return value
+    def __getitem__(self, name: str) -> object:
+        return self._readers[name](name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._readers)
@@ -216,17 +244,17 @@ class _SavedState(Mapping[str, Tensor]):
         return len(self._readers)
 
 
-class _Aliased(Mapping[str, Tensor]):
+class _Aliased(Mapping[str, object]):
     """A state with further names for some of its entries."""
 
-    def __init__(self, state: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+    def __init__(self, state: Mapping[str, object], aliases: Mapping[str, str]) -> None:
         self._state = state
         self._aliases = aliases
 
     def __contains__(self, name: object) -> bool:
         return name in self._state or name in self._aliases
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> object:
         return self._state[self._aliases.get(name, name)]
 
     def __iter__(self) -> Iterator[str]:

@@ -362,11 +362,11 @@ class GeminiDDP(ZeroDDP[Chunk]):
         """
         self.check_finished()
         for name, entry in self.module.state_dict(keep_vars=True).items():
-            if not (isinstance(entry, nn.Parameter) and entry in self.chunk_manager):
+            if isinstance(entry, nn.Parameter) and entry in self.chunk_manager:
+                value = self.chunk_manager.full_master(entry)
+                yield name, value.to(dtype) if value.is_floating_point() else value
+            elif isinstance(entry, Tensor):
                 yield name, entry.detach()
-                continue
-            value = self.chunk_manager.full_master(entry)
-            yield name, value.to(dtype) if value.is_floating_point() else value
 
 
 def _end(first_step: FirstStep | None) -> None:
