@@ -71,7 +71,13 @@ class Booster:
             criterion: returned as it is.
             dataloader: returned as it is; `GeminiPlugin.prepare_dataloader` makes one for each rank.
             lr_scheduler: returned as it is: it acts on the parameter groups that both optimizers share.
+
+        Raises:
+            ValueError: the model or the optimizer cannot be used; the model is as it was. See `GeminiDDP` and
+                `GeminiOptimizer` for what else they may raise.
         """
+        if optimizer is not None:
+            self.plugin.check_optimizer(optimizer, model)
         wrapped = self.plugin.wrap_model(model)
         boosted = None if optimizer is None else self.plugin.wrap_optimizer(optimizer, wrapped)
         return wrapped, boosted, criterion, dataloader, lr_scheduler

@@ -18,7 +18,7 @@ from gemini_booster._auto_run import AutoRun, device_total
 from gemini_booster._first_step import FirstStep
 from gemini_booster._launch import check_world_size, group_of
 from gemini_booster._modules import check_called, compute_in_fp32, find_modules, params_of
-from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
+from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes, writable
 from gemini_booster._shards import ChunkShard, WriteBehind
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
 from gemini_ddp import ZeroDDP
@@ -169,7 +169,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
     ) -> None:
         check_world_size(process_group)
         group = group_of(process_group)
-        with _agreement(group) as facts:
+        with agreement(group) as facts:
             dtype = compute_dtype(precision)
             policy = make_policy(
                 placement_policy,
@@ -193,7 +193,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             asked = to_bytes(device_capacity, "device_capacity")
             device = device_tier(capacity=asked)
             host = host_tier(to_bytes(host_capacity, "host_capacity"), pin_memory=pin_memory)
-            disk = None if offload_directory is None else disk_tier(offload_directory)
+            disk = None if offload_directory is None else disk_tier(writable(offload_directory))
             manager = ChunkManager(device=device, host=host, disk=disk, process_group=process_group)
             search = partial(
                 search_chunk_configuration,
@@ -479,7 +479,7 @@ def _fingerprint(chunk: Chunk) -> str:
 
 
 @contextlib.contextmanager
-def _agreement(process_group: dist.ProcessGroup | None) -> Iterator[list[str]]:
+def agreement(process_group: dist.ProcessGroup | None) -> Iterator[list[str]]:
     """Let what goes wrong on one rank be raised on every rank, and so if ranks leave unlike facts in the list."""
     facts: list[str] = []
     error: Exception | None = None
