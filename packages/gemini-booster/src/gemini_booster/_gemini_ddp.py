@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gemini_booster._auto_run import AutoRun, device_total
 from gemini_booster._first_step import FirstStep
 from gemini_booster._launch import check_world_size, group_of
-from gemini_booster._modules import check_called, compute_in_fp32, find_modules, params_of
+from gemini_booster._modules import batch_norms, check_called, compute_in_fp32, find_modules, params_of
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes, writable
 from gemini_booster._shards import ChunkShard, WriteBehind
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
@@ -114,7 +114,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         reduce_dtype: in which gradients are summed over ranks; by default fp32 for more than 8 ranks, else that of the
             parameters.
         keep_fp32: modules that must not be rounded, by patterns of their paths (``"*.norm"``) or by class: their
-            parameters are fp32, they get fp32 and return the compute dtype.
+            parameters are fp32, they get fp32 and return the compute dtype. Batch norms are kept in any case.
         leaf_modules: modules that are gathered as one with all modules within them, named in the same way. Ranks may
             use different ones of those, as in a mixture of experts.
         scatter_after_inference: whether a forward without gradients leaves nothing gathered. Otherwise what it
@@ -189,7 +189,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             _check_fresh(module)
             leaves = find_modules(module, leaf_modules, "leaf_modules")
             check_called(leaves, "leaf_modules")
-            kept = find_modules(module, keep_fp32, "keep_fp32")
+            kept = find_modules(module, keep_fp32, "keep_fp32") | batch_norms(module)
             asked = to_bytes(device_capacity, "device_capacity")
             device = device_tier(capacity=asked)
             host = host_tier(to_bytes(host_capacity, "host_capacity"), pin_memory=pin_memory)

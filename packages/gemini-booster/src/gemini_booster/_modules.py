@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 
@@ -29,6 +30,14 @@ def find_modules(module: nn.Module, named: Collection[str | type[nn.Module]], se
             raise ValueError(f"{setting} names {what!r}, but the model has no such module.")
         found |= matches
     return found
+
+
+def batch_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose running statistics a 16-bit sum would lose, by path.
+
+    Not every kernel of torch's takes 16-bit inputs beside statistics in fp32, either.
+    """
+    return {name: child for name, child in module.named_modules() if isinstance(child, _BatchNorm)}
 
 
 def _is_named(which: str | type[nn.Module], name: str, child: nn.Module) -> bool:
@@ -58,9 +67,13 @@ def params_of(modules: Mapping[str, nn.Module]) -> set[nn.Parameter]:
 def compute_in_fp32(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
     """Let modules get floating inputs in fp32 and return floating outputs in ``dtype``, by hooks.
 
-    Modules within one of them compute in fp32 throughout.
+    Modules within one of them compute in fp32 throughout. Buffers of less than 32 bits become fp32, too.
     """
     for name, child in modules.items():
+        for part in child.modules():
+            for kind, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize < 4:
+                    part._buffers[kind] = buffer.float()
         if any(other != name and _is_within(name, other) for other in modules):
             continue
         child.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
