@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import numbers
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from gemini_booster._gemini_ddp import GeminiDDP
 from gemini_booster._optimizer import GeminiOptimizer
@@ -42,6 +44,10 @@ def save_model(
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating dtype, or None for the working dtype; got {dtype}.")
     path = Path(checkpoint)
+    if path.suffix == ".safetensors" and not (shard or use_safetensors):
+        raise ValueError(
+            f"{path.name!r} would hold what torch.save writes: give use_safetensors=True, or another name."
+        )
     writer = is_writer(model.process_group)
     with report_to_all(model.process_group):
         if writer:
@@ -212,24 +218,39 @@ def load_model(model: GeminiDDP, checkpoint: str | os.PathLike[str], *, strict: 
     model.load_state_dict(_Aliased(state, aliases), strict=strict)
 
 
-def _is_torch_file(file: Path) -> bool:
-    """Tell a file of ``torch.save``, a zip archive, from one in safetensors, whatever its name."""
+def _read(file: Path) -> tuple[Iterable[str], Callable[[str], object]]:
+    """Return the names in a file, and what reads one of them; the format is told by the file's first bytes.
+
+    Raises:
+        ValueError: it is none that is known.
+    """
     with file.open("rb") as opened:
-        return opened.read(2) == b"PK"
+        start = opened.read(9)
+    if start[8:] == b"{":  # the header's length, and then the header in JSON
+        reader = safe_open(file, framework="pt")
+        return reader.keys(), reader.get_tensor  # type: ignore[no-untyped-call] # safetensors is untyped
+    state: dict[str, object] | None = None
+    if start[:2] == b"PK" and file.suffix != ".safetensors":
+        state = torch.load(file, weights_only=True, mmap=True)
+    elif start[:2] == b"PK" or start[:1] == b"\x80":  # a pickle, as torch.save wrote before it wrote zip archives
+        with file.open("rb") as opened:  # of a path, torch would look at the suffix
+            state = torch.load(opened, weights_only=True)
+    if state is not None:
+        return state, state.__getitem__
+    raise ValueError(
+        f"{str(file)!r} is neither in safetensors nor written by torch.save. It may be damaged, or stand for a file "
+        "that was not downloaded."
+    )
 
 
 class _SavedState(Mapping[str, object]):
     """Tensors of files, and extra states of modules, read when asked for."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._readers: dict[str, Any] = {}
+        self._readers: dict[str, Callable[[str], object]] = {}
         for file in files:
-            if not _is_torch_file(file):
-                reader = safe_open(file, framework="pt")
-                self._readers.update(dict.fromkeys(reader.keys(), reader.get_tensor))  # type: ignore[no-untyped-call] # safetensors is untyped
-            else:
-                state = torch.load(file, weights_only=True, mmap=True)
-                self._readers.update(dict.fromkeys(state, state.__getitem__))
+            names, read = _read(file)
+            self._readers.update(dict.fromkeys(names, read))
 
     def __contains__(self, name: object) -> bool:
         return name in self._readers
@@ -306,7 +327,16 @@ def save_on_rank_0(
             path = Path(checkpoint)
             path.parent.mkdir(parents=True, exist_ok=True)
             with _replacing(path) as temporary:
-                torch.save(state, temporary)
+                torch.save(tree_map(_plain_number, state), temporary)
+
+
+def _plain_number(value: object) -> object:
+    """Return a number of numpy's, as a scheduler may make of a learning rate, as one that ``torch.load`` takes."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def is_writer(process_group: dist.ProcessGroup | None) -> bool:
