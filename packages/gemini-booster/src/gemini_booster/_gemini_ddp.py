@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -32,7 +32,7 @@ from gemini_placement import (
     StaticPlacementPolicy,
 )
 from gemini_placement.interfaces import ChunkFacts, Trace
-from gemini_search import ChunkConfiguration, search_chunk_configuration
+from gemini_search import ChunkConfiguration, ChunkSpec, search_chunk_configuration
 
 logger = logging.getLogger("gemini_booster")
 
@@ -105,7 +105,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
         min_chunk_size_m: smallest chunk in units of 2**20 elements; a group of parameters smaller than that is one
             chunk that stays gathered.
         search_range_m: width of the chunk search in units of 2**20 elements.
-        chunk_configuration: takes the place of the search's result for the trainable parameters.
+        chunk_configuration: takes the place of the search's result for the trainable parameters. Of two dtypes, as
+            with ``keep_fp32``, each has chunks of its own there, or one has none and is searched for.
         memstats: a record of a step, from `gemini_placement.tracer.trace_model` or a file: the packing follows its
             order of first use, auto leaves room for the memory it tells of, and ``expected_plan`` is made of it.
         pin_memory: page-lock host memory.
@@ -205,14 +206,15 @@ class GeminiDDP(ZeroDDP[Chunk]):
             )
             order = [] if memstats is None else list(memstats.param_order)
             for trainable in (True, False):
-                for group_dtype, params in _groups(module, trainable, dtype, order, params_of(kept)).items():
+                groups = _groups(module, trainable, dtype, order, params_of(kept))
+                given = _given(chunk_configuration, groups) if trainable and chunk_configuration else {}
+                for group_dtype, params in groups.items():
                     sizes = {name: param.numel() for name, param in params.items()}
-                    given = chunk_configuration if trainable else None
                     _add_chunks(
                         manager,
                         params,
                         group_dtype,
-                        given or search(sizes),
+                        given.get(group_dtype) or search(sizes).chunks,
                         trainable,
                         accumulates=enable_gradient_accumulation,
                         reduce_dtype=_reduced_in(reduce_dtype, group_dtype, manager.world_size),
@@ -412,23 +414,48 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _given(
+    configuration: ChunkConfiguration, groups: Mapping[torch.dtype, Mapping[str, nn.Parameter]]
+) -> Mapping[torch.dtype, Sequence[ChunkSpec]]:
+    """Return the chunks of a configuration by their dtype.
+
+    Raises:
+        ValueError: a chunk is of several dtypes, or the parameters are not all those of one or more dtypes.
+    """
+    dtypes = {name: dtype for dtype, params in groups.items() for name in params}
+    given: dict[torch.dtype, list[ChunkSpec]] = {}
+    placed: set[str] = set()
+    for spec in configuration.chunks:
+        first, *others = [slot.name for slot in spec.tensors]
+        placed |= {first, *others}
+        for name in others:
+            if name in dtypes and first in dtypes and dtypes[name] != dtypes[first]:
+                raise ValueError(
+                    f"chunk_configuration puts {first!r} of {dtypes[first]} and {name!r} of {dtypes[name]} into one "
+                    "chunk. Give each dtype chunks of its own, or none: then they are searched for."
+                )
+        if first in dtypes:
+            given.setdefault(dtypes[first], []).append(spec)
+    wanted = {name for name, dtype in dtypes.items() if dtype in given} or dtypes.keys()
+    if placed != wanted:
+        raise ValueError(
+            "chunk_configuration must place each trainable parameter of a dtype, and no other: it lacks "
+            f"{sorted(wanted - placed)} and has {sorted(placed - wanted)} too many."
+        )
+    return given
+
+
 def _add_chunks(
     manager: ChunkManager,
     params: Mapping[str, nn.Parameter],
     dtype: torch.dtype,
-    configuration: ChunkConfiguration,
+    specs: Iterable[ChunkSpec],
     trainable: bool,
     *,
     accumulates: bool,
     reduce_dtype: torch.dtype,
 ) -> None:
-    placed = {slot.name for spec in configuration.chunks for slot in spec.tensors}
-    if placed != params.keys():
-        raise ValueError(
-            f"chunk_configuration must place each trainable parameter of dtype {dtype}, and no other: it lacks "
-            f"{sorted(params.keys() - placed)} and has {sorted(placed - params.keys())} too many."
-        )
-    for spec in configuration.chunks:
+    for spec in specs:
         named = [(slot.name, params[slot.name]) for slot in spec.tensors]
         sources: dict[str, Callable[[], Tensor]] = {
             name: partial(materialize_value, param) for name, param in named if is_lazy(param)
