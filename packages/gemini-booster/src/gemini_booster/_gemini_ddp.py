@@ -251,7 +251,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
             None if auto is None else auto.learn,
         )
         if dtype != torch.float32:
-            compute_in_fp32(kept, dtype)
+            rounded = (param for param in module.parameters() if param.dtype == dtype)
+            compute_in_fp32(kept, next(rounded, torch.empty(0, dtype=dtype)))
         super().__init__(
             module,
             manager,

@@ -64,8 +64,8 @@ def params_of(modules: Mapping[str, nn.Module]) -> set[nn.Parameter]:
     return {param for child in modules.values() for param in child.parameters()}
 
 
-def compute_in_fp32(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
-    """Let modules get floating inputs in fp32 and return floating outputs in ``dtype``, by hooks.
+def compute_in_fp32(modules: Mapping[str, nn.Module], like: Tensor) -> None:
+    """Let modules get floating inputs in fp32 and return floating outputs in the dtype of ``like``, by hooks.
 
     Modules within one of them compute in fp32 throughout. Buffers of less than 32 bits become fp32, too.
     """
@@ -77,7 +77,7 @@ def compute_in_fp32(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Non
         if any(other != name and _is_within(name, other) for other in modules):
             continue
         child.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-        child.register_forward_hook(_cast_outputs(dtype))
+        child.register_forward_hook(_CastOutputs(like))
 
 
 def _is_within(name: str, other: str) -> bool:
@@ -92,12 +92,15 @@ def _cast_inputs(
     return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
 
 
-def _cast_outputs(dtype: torch.dtype) -> Callable[[nn.Module, object, object], object]:
-    def hook(module: nn.Module, args: object, output: object) -> object:
-        del module, args
-        return tree_map_only(Tensor, _cast_to(dtype), output)
+class _CastOutputs:
+    """Casts what a module returns; in a deep copy of the model, to the dtype that the copy is cast to later."""
 
-    return hook
+    def __init__(self, like: Tensor) -> None:
+        self._like = like  # a parameter of the model: whoever copies the model copies it along
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> object:
+        del module, args
+        return tree_map_only(Tensor, _cast_to(self._like.dtype), output)
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
