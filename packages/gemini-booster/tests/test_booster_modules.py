@@ -113,22 +113,6 @@ def test_batch_norms_compute_in_fp32_without_being_named(precision: str, halved:
             rounded.load_state_dict(plain[0].state_dict())
 
 
-def test_a_deep_copy_with_modules_in_fp32_may_be_cast() -> None:
-    model = GeminiDDP(Net(), precision="bf16", keep_fp32=["norm"], **SMALL)  # type: ignore[arg-type]
-    x = torch.randn(3, 4)
-    copied = copy.deepcopy(model)
-    assert torch.equal(copied(x.bfloat16()), model(x))
-    assert copied.float()(x).dtype == torch.float32
-    assert torch.equal(copied(x), plain_copy(model)(x))
-
-
-def plain_copy(model: GeminiDDP) -> Net:
-    """Return the model without any casts."""
-    plain = Net()
-    plain.load_state_dict(model.state_dict())
-    return plain
-
-
 def test_a_chunk_configuration_is_for_one_dtype_or_has_chunks_for_each() -> None:
     names = [name for name, _ in Net().named_parameters()]
     kept = [name for name in names if name.startswith("block")]

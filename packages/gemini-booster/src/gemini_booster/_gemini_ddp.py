@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gemini_booster._auto_run import AutoRun, device_total
 from gemini_booster._first_step import FirstStep
 from gemini_booster._launch import check_world_size, group_of
-from gemini_booster._modules import batch_norms, check_called, compute_in_fp32, find_modules, params_of
+from gemini_booster._modules import batch_norms, check_called, compute_in_fp32, find_modules, params_of, widen_buffers
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes, writable
 from gemini_booster._shards import ChunkShard, WriteBehind
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
@@ -245,14 +245,14 @@ class GeminiDDP(ZeroDDP[Chunk]):
             for info in chunk.tensors:
                 forget(info.tensor)
         _settle_buffers(module, device.device, manager.collectives)
+        widen_buffers(kept)
         planner = _Planner(
             policy,
             (lambda: placement) if auto is None else (lambda: auto.placement),
             None if auto is None else auto.learn,
         )
         if dtype != torch.float32:
-            rounded = (param for param in module.parameters() if param.dtype == dtype)
-            compute_in_fp32(kept, next(rounded, torch.empty(0, dtype=dtype)))
+            compute_in_fp32(kept, dtype)
         super().__init__(
             module,
             manager,

@@ -40,6 +40,14 @@ def batch_norms(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in module.named_modules() if isinstance(child, _BatchNorm)}
 
 
+def widen_buffers(modules: Mapping[str, nn.Module]) -> None:
+    """Let floating buffers in these modules have 32 bits at least."""
+    for part in {part for child in modules.values() for part in child.modules()}:
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize < 4:
+                part._buffers[name] = buffer.float()
+
+
 def _is_named(which: str | type[nn.Module], name: str, child: nn.Module) -> bool:
     return fnmatchcase(name, which) if isinstance(which, str) else isinstance(child, which)
 
@@ -64,20 +72,16 @@ def params_of(modules: Mapping[str, nn.Module]) -> set[nn.Parameter]:
     return {param for child in modules.values() for param in child.parameters()}
 
 
-def compute_in_fp32(modules: Mapping[str, nn.Module], like: Tensor) -> None:
-    """Let modules get floating inputs in fp32 and return floating outputs in the dtype of ``like``, by hooks.
+def compute_in_fp32(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+    """Let modules get floating inputs in fp32 and return floating outputs in ``dtype``, by hooks.
 
-    Modules within one of them compute in fp32 throughout. Buffers of less than 32 bits become fp32, too.
+    Modules within one of them compute in fp32 throughout.
     """
     for name, child in modules.items():
-        for part in child.modules():
-            for kind, buffer in part._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize < 4:
-                    part._buffers[kind] = buffer.float()
         if any(other != name and _is_within(name, other) for other in modules):
             continue
         child.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-        child.register_forward_hook(_CastOutputs(like))
+        child.register_forward_hook(_cast_outputs(dtype))
 
 
 def _is_within(name: str, other: str) -> bool:
@@ -92,15 +96,12 @@ def _cast_inputs(
     return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
 
 
-class _CastOutputs:
-    """Casts what a module returns; in a deep copy of the model, to the dtype that the copy is cast to later."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like  # a parameter of the model: whoever copies the model copies it along
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> object:
+def _cast_outputs(dtype: torch.dtype) -> Callable[[nn.Module, object, object], object]:
+    def hook(module: nn.Module, args: object, output: object) -> object:
         del module, args
-        return tree_map_only(Tensor, _cast_to(self._like.dtype), output)
+        return tree_map_only(Tensor, _cast_to(dtype), output)
+
+    return hook
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

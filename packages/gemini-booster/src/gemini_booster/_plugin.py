@@ -118,7 +118,8 @@ class GeminiPlugin:
             GeminiOptimizer.check(optimizer)
             known = set(model.parameters())
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            foreign = [index for index, param in enumerate(params) if param.requires_grad and param not in known]
+            trained = [(index, param) for index, param in enumerate(params) if param.requires_grad and param.numel()]
+            foreign = [index for index, param in trained if param not in known]
             if foreign:
                 raise ValueError(
                     f"{len(foreign)} of the optimizer's {len(params)} parameters are not the model's, such as number "
