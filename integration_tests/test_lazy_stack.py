@@ -136,10 +136,9 @@ class Tables(nn.Module):
         self.steps = [torch.ones(4, dtype=torch.long) * 3, self.layer.weight]
         self.teacher = [nn.Linear(4, 4, bias=False)]
         self.scaled = self.layer.weight.detach() * 2
-        self.start = self.layer.bias.data
 
     def forward(self, x: Tensor) -> Tensor:
-        tables = self.table + self.steps[0] + self.scaled.sum() + self.start
+        tables = self.table + self.steps[0] + self.scaled.sum()
         output: Tensor = self.layer(x) * tables + self.teacher[0](x)
         return output
 
@@ -154,7 +153,7 @@ def check_plain_attributes(rank: int, world_size: int) -> None:
         else:
             module = Tables()
         model = GeminiDDP(module, precision="fp32", min_chunk_size_m=0, search_range_m=0, hidden_dim=4)
-        assert not any(map(is_lazy, (module.table, *module.steps, module.scaled, module.start)))
+        assert not any(map(is_lazy, (module.table, *module.steps, module.scaled)))
         assert module.steps[1] is module.layer.weight
         outputs.append(model(torch.ones(1, 4)))
     assert torch.isfinite(outputs[0]).all()
