@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -18,11 +18,12 @@ from gemini_booster._auto_run import AutoRun, device_total
 from gemini_booster._first_step import FirstStep
 from gemini_booster._launch import check_world_size, group_of
 from gemini_booster._modules import batch_norms, check_called, compute_in_fp32, find_modules, params_of, widen_buffers
+from gemini_booster._packing import module_of, pack
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes, writable
 from gemini_booster._shards import ChunkShard, WriteBehind
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
 from gemini_ddp import ZeroDDP
-from gemini_lazy import LazyInitContext, forget, is_lazy, materialize_value
+from gemini_lazy import LazyInitContext, forget
 from gemini_optim import ZeroOptimizer
 from gemini_placement import (
     AutoPlacementPolicy,
@@ -32,14 +33,13 @@ from gemini_placement import (
     StaticPlacementPolicy,
 )
 from gemini_placement.interfaces import ChunkFacts, Trace
-from gemini_search import ChunkConfiguration, ChunkSpec, search_chunk_configuration
+from gemini_search import ChunkConfiguration, search_chunk_configuration
 
 logger = logging.getLogger("gemini_booster")
 
 _ChunkT = TypeVar("_ChunkT", bound=ChunkFacts)
 
 _DEFAULT_HIDDEN_DIM = 1024
-_MOST_16_BIT_TERMS = 8
 # Modules whose parameters were taken into chunks. That lasts: a wrapper that is detached leaves them there.
 _wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -196,29 +196,24 @@ class GeminiDDP(ZeroDDP[Chunk]):
             host = host_tier(to_bytes(host_capacity, "host_capacity"), pin_memory=pin_memory)
             disk = None if offload_directory is None else disk_tier(writable(offload_directory))
             manager = ChunkManager(device=device, host=host, disk=disk, process_group=process_group)
-            search = partial(
-                search_chunk_configuration,
-                world_size=manager.world_size,
-                hidden_dim=_DEFAULT_HIDDEN_DIM if hidden_dim is None else hidden_dim,
-                search_range_m=search_range_m,
-                min_chunk_size_m=min_chunk_size_m,
-                group_by=_module_of,  # a module whose parameters lie in one chunk needs one
+            pack(
+                manager,
+                module,
+                dtype=dtype,
+                fp32=params_of(kept),
+                order=[] if memstats is None else memstats.param_order,
+                configuration=chunk_configuration,
+                search=partial(
+                    search_chunk_configuration,
+                    world_size=manager.world_size,
+                    hidden_dim=_DEFAULT_HIDDEN_DIM if hidden_dim is None else hidden_dim,
+                    search_range_m=search_range_m,
+                    min_chunk_size_m=min_chunk_size_m,
+                    group_by=module_of,
+                ),
+                accumulates=enable_gradient_accumulation,
+                reduce_dtype=reduce_dtype,
             )
-            order = [] if memstats is None else list(memstats.param_order)
-            for trainable in (True, False):
-                groups = _groups(module, trainable, dtype, order, params_of(kept))
-                given = _given(chunk_configuration, groups) if trainable and chunk_configuration else {}
-                for group_dtype, params in groups.items():
-                    sizes = {name: param.numel() for name, param in params.items()}
-                    _add_chunks(
-                        manager,
-                        params,
-                        group_dtype,
-                        given.get(group_dtype) or search(sizes).chunks,
-                        trainable,
-                        accumulates=enable_gradient_accumulation,
-                        reduce_dtype=_reduced_in(reduce_dtype, group_dtype, manager.world_size),
-                    )
             auto: AutoRun | None = None
             if isinstance(policy, AutoPlacementPolicy):
                 auto = AutoRun(policy, manager, device_total(asked), memstats)
@@ -386,90 +381,6 @@ def _shards(states: Mapping[Chunk, Tier], host: Tier) -> Sequence[ChunkShard]:
         if chunk.trainable:
             shards.append(ChunkShard(chunk, tier, host, shards[-1] if shards else None, behind))
     return shards[::-1]
-
-
-def _groups(
-    module: nn.Module, trainable: bool, dtype: torch.dtype, order: Sequence[str], kept: Set[nn.Parameter]
-) -> Mapping[torch.dtype, dict[str, nn.Parameter]]:
-    """Return parameters by the dtype of their chunk, each once, in the order given first and then the module's."""
-    named = {name: param for name, param in module.named_parameters() if param.requires_grad is trainable}
-    names = dict.fromkeys([*(name for name in order if name in named), *named])
-    groups: dict[torch.dtype, dict[str, nn.Parameter]] = {}
-    for name in names:
-        param = named[name]
-        given = torch.float32 if param in kept else dtype
-        groups.setdefault(given if param.is_floating_point() else param.dtype, {})[name] = param
-    return groups
-
-
-def _reduced_in(asked: torch.dtype | None, dtype: torch.dtype, world_size: int) -> torch.dtype:
-    """Return in which dtype gradients are summed: a sum of many 16-bit numbers loses the small ones."""
-    if asked is None:
-        asked = torch.float32 if world_size > _MOST_16_BIT_TERMS else dtype
-    elif not asked.is_floating_point:
-        raise ValueError(f"reduce_dtype must be a floating dtype, such as torch.float32; got {asked}.")
-    return asked if dtype.is_floating_point else dtype
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _given(
-    configuration: ChunkConfiguration, groups: Mapping[torch.dtype, Mapping[str, nn.Parameter]]
-) -> Mapping[torch.dtype, Sequence[ChunkSpec]]:
-    """Return the chunks of a configuration by their dtype.
-
-    Raises:
-        ValueError: a chunk is of several dtypes, or the parameters are not all those of one or more dtypes.
-    """
-    dtypes = {name: dtype for dtype, params in groups.items() for name in params}
-    given: dict[torch.dtype, list[ChunkSpec]] = {}
-    placed: set[str] = set()
-    for spec in configuration.chunks:
-        first, *others = [slot.name for slot in spec.tensors]
-        placed |= {first, *others}
-        for name in others:
-            if name in dtypes and first in dtypes and dtypes[name] != dtypes[first]:
-                raise ValueError(
-                    f"chunk_configuration puts {first!r} of {dtypes[first]} and {name!r} of {dtypes[name]} into one "
-                    "chunk. Give each dtype chunks of its own, or none: then they are searched for."
-                )
-        if first in dtypes:
-            given.setdefault(dtypes[first], []).append(spec)
-    wanted = {name for name, dtype in dtypes.items() if dtype in given} or dtypes.keys()
-    if placed != wanted:
-        raise ValueError(
-            "chunk_configuration must place each trainable parameter of a dtype, and no other: it lacks "
-            f"{sorted(wanted - placed)} and has {sorted(placed - wanted)} too many."
-        )
-    return given
-
-
-def _add_chunks(
-    manager: ChunkManager,
-    params: Mapping[str, nn.Parameter],
-    dtype: torch.dtype,
-    specs: Iterable[ChunkSpec],
-    trainable: bool,
-    *,
-    accumulates: bool,
-    reduce_dtype: torch.dtype,
-) -> None:
-    for spec in specs:
-        named = [(slot.name, params[slot.name]) for slot in spec.tensors]
-        sources: dict[str, Callable[[], Tensor]] = {
-            name: partial(materialize_value, param) for name, param in named if is_lazy(param)
-        }
-        manager.add_chunk(
-            named,
-            numel=spec.numel,
-            dtype=dtype,
-            trainable=trainable,
-            accumulates=accumulates,
-            reduce_dtype=reduce_dtype,
-            sources=sources,
-        )
 
 
 def _owners(module: nn.Module) -> list[nn.Module]:
