@@ -101,7 +101,7 @@ def _check_tensors(module: nn.Module) -> None:
     others = [name for name, entry in module.state_dict(keep_vars=True).items() if not isinstance(entry, Tensor)]
     if others:
         raise ValueError(
-            f"safetensors holds tensors only, and get_extra_state of a module returns something else: "
+            "safetensors holds tensors only, and get_extra_state of a module returns something else: "
             f"{', '.join(others)}. Save with use_safetensors=False."
         )
 
