@@ -257,6 +257,94 @@ def test_a_checkpoint_that_does_not_fit_says_so(tmp_path: Path) -> None:
     run_ranks(check_loading_errors, 2, str(tmp_path))
 
 
+class Counting(nn.Linear):
+    """A module with an extra state, a tensor or something else."""
+
+    def __init__(self, as_tensor: bool, seen: int = 0) -> None:
+        super().__init__(4, 4)
+        self.as_tensor = as_tensor
+        self.seen = seen
+
+    def get_extra_state(self) -> object:
+        return torch.zeros(self.seen) if self.as_tensor else {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = len(state) if self.as_tensor else state["seen"]
+
+
+def check_extra_states(rank: int, world_size: int, folder: str) -> None:
+    booster = Booster(plugin=GeminiPlugin(precision="bf16"))
+    for as_tensor in (False, True):
+
+        def wrapped(seen: int, as_tensor: bool = as_tensor) -> GeminiDDP:
+            torch.manual_seed(seen)
+            return booster.boost(nn.Sequential(Counting(as_tensor, seen), nn.Linear(4, 4)))[0]
+
+        saved = wrapped(5)
+        for name, settings in FORMATS.items():
+            for dtype in (None, torch.float32):
+                place = Path(folder, f"{as_tensor} {dtype} {name}")
+                if settings.get("use_safetensors") and not as_tensor:
+                    with pytest.raises(ValueError, match=r"holds tensors only, .*: 0\._extra_state\. Save with"):
+                        booster.save_model(saved, place, dtype=dtype, **settings)
+                    assert not place.exists()
+                    continue
+                booster.save_model(saved, place, dtype=dtype, **settings)
+                other = wrapped(1)
+                booster.load_model(other, place)
+                assert other.unwrap()[0].seen == 5  # type: ignore[index]
+                assert torch.equal(other.state_dict()["0.weight"], saved.state_dict()["0.weight"])
+        plain = Path(folder, f"plain {as_tensor}.bin")
+        if rank == 0:
+            torch.save(nn.Sequential(Counting(as_tensor, 7), nn.Linear(4, 4)).state_dict(), plain)
+        torch.distributed.barrier()
+        booster.load_model(saved, plain)
+        assert saved.unwrap()[0].seen == 7  # type: ignore[index]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_extra_states_of_modules_go_there_and_back(world_size: int, tmp_path: Path) -> None:
+    run_ranks(check_extra_states, world_size, str(tmp_path))
+
+
+OTHER_WEIGHTS = [
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+]
+
+
+def check_other_weights(rank: int, world_size: int, folder: str) -> None:
+    plugin = GeminiPlugin(precision="fp32", **SMALL_CHUNKS)
+    booster = Booster(plugin=plugin)
+    model = trained("gpt2", rank, world_size, plugin, steps=1)
+    for name in OTHER_WEIGHTS:
+        place = Path(folder, name)
+        if rank == 0:
+            place.mkdir()
+            (place / name).write_text("older")
+        for use_safetensors in (False, True):
+            if name == f"{'model.safetensors' if use_safetensors else 'pytorch_model.bin'}.index.json":
+                continue  # the one that is replaced
+            refusal = f"holds other weights, {name}, and .* Save to another folder, or remove these files first"
+            with pytest.raises(ValueError, match=refusal):
+                booster.save_model(model, place, shard=True, use_safetensors=use_safetensors)
+        if rank == 0:
+            assert [path.name for path in place.iterdir()] == [name]
+        booster.save_model(model, place, shard=True, prefix="mine")  # loaded by the name of its index
+    for _ in range(2):  # into its own folder, as often as one likes
+        booster.save_model(model, Path(folder, "own"), shard=True)
+        booster.load_model(model, Path(folder, "own"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_folder_with_other_weights_is_refused_on_every_rank(world_size: int, tmp_path: Path) -> None:
+    run_ranks(check_other_weights, world_size, str(tmp_path))
+
+
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 ROWS = 6

@@ -126,6 +126,46 @@ def test_ties_frozen_parts_and_buffers_may_be_lazy(world_size: int) -> None:
     run_ranks(check_tied_and_frozen, world_size)
 
 
+class Tables(nn.Module):
+    """Tensors that are neither parameters nor buffers, as Llama's own ``freqs_cis``; an unmanaged module in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.table = torch.arange(4.0)
+        self.steps = [torch.ones(4, dtype=torch.long) * 3, self.layer.weight]
+        self.teacher = [nn.Linear(4, 4, bias=False)]
+        self.scaled = self.layer.weight.detach() * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        tables = self.table + self.steps[0] + self.scaled.sum()
+        output: Tensor = self.layer(x) * tables + self.teacher[0](x)
+        return output
+
+
+def check_plain_attributes(rank: int, world_size: int) -> None:
+    outputs = []
+    for lazy in (False, True):
+        torch.manual_seed(3)
+        if lazy:
+            with LazyInitContext():
+                module = Tables()
+        else:
+            module = Tables()
+        model = GeminiDDP(module, precision="fp32", min_chunk_size_m=0, search_range_m=0, hidden_dim=4)
+        assert not any(map(is_lazy, (module.table, *module.steps, module.scaled)))
+        assert module.steps[1] is module.layer.weight
+        outputs.append(model(torch.ones(1, 4)))
+    assert torch.isfinite(outputs[0]).all()
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tensors_in_plain_attributes_may_be_lazy(world_size: int) -> None:
+    run_ranks(check_plain_attributes, world_size)
+
+
 def status(field: str) -> int:
     with open("/proc/self/status") as lines:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))

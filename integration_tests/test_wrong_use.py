@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,6 +74,8 @@ def check_settings(rank: int, world_size: int) -> None:
         refused(kind, message, GeminiDDP, small_model(), **settings)
         refused(kind, message, GeminiPlugin, **settings)
     refused(ValueError, "backoff_factor must lie between 0 and 1, got 2", GeminiPlugin, backoff_factor=2)
+    refused(ValueError, "max_norm must be positive", GeminiPlugin, max_norm=-1.0)
+    refused(ValueError, "norm_type must be 2.0 or math.inf", GeminiPlugin, norm_type=1.0)
     refused(ValueError, "hidden_dim must be at least 1, got 0", GeminiDDP, small_model(), hidden_dim=0)
     refused(ValueError, "min_chunk_size_m must be finite", GeminiDDP, small_model(), min_chunk_size_m=-1)
     chunk_of_8_kb = {"precision": "fp32", "min_chunk_size_m": 0.001, "search_range_m": 0.001, "hidden_dim": 64}
@@ -218,6 +222,40 @@ def check_optimizers(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers_that_cannot_serve_are_refused(world_size: int) -> None:
     run_ranks(check_optimizers, world_size)
+
+
+def check_kept_models(rank: int, world_size: int) -> None:
+    module = small_model()
+    before = [param.clone() for param in module.parameters()]
+    booster = Booster(plugin=GeminiPlugin(precision="fp32"))
+    refused(ValueError, "looks at whole parameters", booster.boost, module, torch.optim.LBFGS(module.parameters()))
+    foreign = torch.optim.SGD([*module.parameters(), *small_model().parameters()])
+    message = "4 of the optimizer's 8 parameters are not the model's, such as number 4"
+    refused(ValueError, message, booster.boost, module, foreign)
+    plain = torch.optim.SGD(module.parameters(), lr=0.1)
+    if world_size > 1:  # one rank that refuses lets the others hear of it
+        kind, text = (ValueError, message) if rank else (RuntimeError, f"Rank 1 could not wrap the model: .*{message}")
+        refused(kind, text, booster.boost, module, foreign if rank else plain)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", refuse_files)
+        on_disk = Booster(plugin=GeminiPlugin(precision="fp32", offload_directory="/", disk_optim_frac=1.0))
+        message = "offload_directory must be an existing folder that can be written to: no: '/'"
+        refused(PermissionError, message, on_disk.boost, module, plain)
+    assert all(torch.equal(*pair) for pair in zip(module.parameters(), before, strict=True))
+    model, optimizer, *_ = booster.boost(module, plain)
+    assert optimizer is not None
+    booster.backward(loss_of(model, rank), optimizer)
+    optimizer.step()
+
+
+def refuse_files(**_: object) -> None:
+    raise OSError(errno.EACCES, "no")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_is_as_it_was_after_a_refusal(world_size: int) -> None:
+    run_ranks(check_kept_models, world_size)
 
 
 def check_unlike_ranks(rank: int, world_size: int) -> None:

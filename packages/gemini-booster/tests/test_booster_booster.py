@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from gemini_booster import Booster, GeminiPlugin
@@ -138,3 +139,41 @@ def test_a_checkpoint_goes_there_and_back(shard: bool, use_safetensors: bool, tm
     assert all(torch.equal(other.state_dict()[name], value) for name, value in net(1).state_dict().items())
     with pytest.raises(ValueError, match="size_per_shard must be a positive number of MiB, got 0"):
         booster.save_model(model, tmp_path / "x", size_per_shard=0)
+
+
+def test_formats_are_told_by_content(tmp_path: Path) -> None:
+    booster = Booster(plugin=GeminiPlugin(precision="fp32"))
+    model, *_ = booster.boost(net(1))
+    with pytest.raises(ValueError, match=r"'a\.safetensors' would hold what torch\.save writes: give use_safetensors"):
+        booster.save_model(model, tmp_path / "a.safetensors")
+    state = net(2).state_dict()
+    torch.save(state, tmp_path / "old.safetensors", _use_new_zipfile_serialization=False)
+    torch.save(state, tmp_path / "new.safetensors.old")
+    save_file(state, tmp_path / "safe.bin")
+    for path in sorted(tmp_path.iterdir()):
+        other, *_ = booster.boost(net(3))
+        booster.load_model(other, path)
+        assert all(torch.equal(other.state_dict()[name], value) for name, value in state.items()), path
+    (tmp_path / "pointer.bin").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match=r"pointer\.bin' is neither in safetensors nor written by torch\.save"):
+        booster.load_model(model, tmp_path / "pointer.bin")
+
+
+def test_learning_rates_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=np.float32(0.5))
+    scheduler = LambdaLR(optimizer, lambda step: np.cos(step / 10))
+    booster = Booster(plugin=GeminiPlugin(precision="fp32"))
+    model, boosted, *_ = booster.boost(module, optimizer)
+    assert boosted is not None
+    booster.backward(loss_of(model), boosted)
+    boosted.step()
+    scheduler.step()
+    booster.save_optimizer(boosted, tmp_path / "optimizer")
+    booster.save_lr_scheduler(scheduler, tmp_path / "scheduler")
+    booster.load_optimizer(boosted, tmp_path / "optimizer")
+    booster.load_lr_scheduler(scheduler, tmp_path / "scheduler")
+    assert boosted.param_groups[0]["lr"] == 0.1 * np.cos(0.1) == scheduler.get_last_lr()[0]
+    assert boosted.param_groups[0]["momentum"] == 0.5
+    assert type(boosted.param_groups[0]["lr"]) is float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from gemini_booster import GeminiPlugin
 from gemini_booster.zero import GeminiDDP, GeminiOptimizer
+from gemini_search import ChunkConfiguration, search_chunk_configuration
 from ranks import run_ranks
 
 SMALL = {"min_chunk_size_m": 0, "search_range_m": 0, "hidden_dim": 4}
@@ -170,3 +172,72 @@ def test_dtype_of_the_sum_over_ranks_is_checked() -> None:
     assert {chunk.reduce_dtype for chunk in model.chunk_manager.chunks} == {torch.float32}
     model = GeminiDDP(Net(), precision="bf16")
     assert {chunk.reduce_dtype for chunk in model.chunk_manager.chunks} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("halved", [False, True])
+def test_batch_norms_compute_in_fp32_without_being_named(precision: str, halved: bool) -> None:
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    if halved:  # its running statistics as well
+        plain = plain.to(dtype).float()
+    module = copy.deepcopy(plain)
+    if halved:
+        module.to(dtype)
+    model = GeminiDDP(module, precision=precision, keep_fp32=["4"])  # type: ignore[arg-type] # one of the three
+    optimizer = GeminiOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, initial_scale=1.0)
+    rounded = copy.deepcopy(plain[0]).to(dtype)
+    for step in range(2):
+        x = torch.randn(2, 3, 8, 8)
+        model.train(step == 0)
+        plain.train(step == 0)
+        output = model(x)
+        assert output.dtype == dtype
+        normed = plain[1](rounded(x.to(dtype)).float()).to(dtype)
+        wanted = plain[4](plain[3](plain[2](normed)).float()).to(dtype)
+        assert torch.equal(output, wanted)
+        state = model.state_dict()
+        for name, buffer in plain.named_buffers():
+            assert state[name].dtype == buffer.dtype
+            assert torch.equal(state[name], buffer), name
+        if step == 0:
+            optimizer.backward(output.float().square().sum())
+            optimizer.step()
+            wanted.float().square().sum().backward()
+            masters = dict(model.named_master_values(torch.float32))
+            with torch.no_grad():
+                for name, param in plain.named_parameters():
+                    gradient = rounded.get_parameter(name[2:]).grad if name[0] == "0" else param.grad
+                    assert gradient is not None
+                    torch.testing.assert_close(masters[name], param - 0.5 * gradient.float(), rtol=0, atol=1e-6)
+                    param.copy_(masters[name])
+            rounded.load_state_dict(plain[0].state_dict())
+
+
+def test_a_chunk_configuration_is_for_one_dtype_or_has_chunks_for_each() -> None:
+    names = [name for name, _ in Net().named_parameters()]
+    kept = [name for name in names if name.startswith("block")]
+    rounded = [name for name in names if name not in kept]
+
+    def search(chosen: list[str]) -> ChunkConfiguration:
+        sizes = {name: Net().get_parameter(name).numel() for name in chosen}
+        return search_chunk_configuration(sizes, 1, min_chunk_size_m=0, search_range_m=0, hidden_dim=128)
+
+    def wrap(configuration: ChunkConfiguration) -> list[tuple[int, int]]:
+        settings: dict[str, Any] = {**SMALL, "chunk_configuration": configuration}
+        model = GeminiDDP(Net(), precision="bf16", keep_fp32=["block"], **settings)
+        return [(chunk.numel, chunk.dtype.itemsize) for chunk in model.chunk_manager.chunks]
+
+    low, high = search(rounded), search(kept)
+    both = ChunkConfiguration(chunks=(*high.chunks, *low.chunks), chunk_numel=128, world_size=1)
+    given = [(spec.numel, 2) for spec in low.chunks], [(spec.numel, 4) for spec in high.chunks]
+    assert wrap(both) == [*given[0], *given[1]]
+    assert wrap(low)[: len(given[0])] == given[0]
+    assert wrap(low) != wrap(both)
+    assert wrap(high)[-len(given[1]) :] == given[1]
+    assert wrap(high) != wrap(both)
+    with pytest.raises(ValueError, match=r"into one chunk\. Give each dtype chunks of its own, or none"):
+        wrap(search(names))
+    with pytest.raises(ValueError, match=r"it lacks \['block\.1\.bias'\] and has \[\] too many"):
+        wrap(search(kept[:-1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -217,6 +218,18 @@ def test_tensors_in_attributes_containers_and_hook_closures_are_materialised() -
     assert torch.equal(lazy.nested["list"][0], eager.nested["list"][0])
     assert torch.equal(lazy.nested["list"][1][0], eager.nested["list"][1][0])
     assert torch.equal(lazy(torch.ones(1, 2)), eager(torch.ones(1, 2)))
+
+
+def test_skipped_tensors_stay_lazy_and_dead_proxies_do_no_harm() -> None:
+    with LazyInitContext():
+        module = nn.Linear(2, 2)
+        module.tables = [torch.arange(3.0), module.weight]
+        module.weak = [weakref.proxy(nn.Identity())]
+    LazyInitContext.materialize(module, skip=module.parameters())
+    assert is_lazy(module.weight)
+    assert is_lazy(module.bias)
+    assert torch.equal(module.tables[0], torch.arange(3.0))
+    assert not is_lazy(module.tables[0])
 
 
 def test_lazy_module_is_copied_under_the_context_and_both_materialise() -> None:

@@ -8,7 +8,9 @@ import gemini_lazy
 
 SIGNATURES = {
     "LazyInitContext": "(*, default_device: 'torch.device | str | None' = None) -> 'None'",
-    "LazyInitContext.materialize": "(module: 'nn.Module', *, verbose: 'bool' = False) -> 'nn.Module'",
+    "LazyInitContext.materialize": (
+        "(module: 'nn.Module', *, skip: 'Iterable[Tensor]' = (), verbose: 'bool' = False) -> 'nn.Module'"
+    ),
     "LoadReport": "(missing: 'tuple[str, ...]', unexpected: 'tuple[str, ...]') -> None",
     "forget": "(tensor: 'Tensor') -> 'None'",
     "is_lazy": "(tensor: 'Tensor') -> 'bool'",

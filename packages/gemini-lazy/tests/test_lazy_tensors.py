@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import io
+import pickle
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -228,9 +230,17 @@ def assorted_operations() -> Sequence[Tensor]:
     )  # fmt: skip
 
 
+def layouts_of_a_scalar() -> Sequence[Tensor]:
+    scale = nn.Parameter(torch.ones(()))
+    average = torch.zeros_like(scale)
+    like = [torch.ones_like(scale), torch.full_like(scale, 3), scale.new_zeros(2), scale.new_ones(()), average + 1]
+    return scale, average, *like
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        layouts_of_a_scalar,
         writes_through_views,
         copies_and_identities,
         results_that_kernels_lay_out_in_their_own_way,
@@ -365,6 +375,27 @@ def test_reads_see_exact_values() -> None:
         while total < 10:
             total += 3
         assert total.item() == 12
+
+
+def tagged(tensor: Tensor) -> Tensor:
+    tensor.tag = "an attribute"  # type: ignore[attr-defined] # that is the point
+    return tensor
+
+
+@pytest.mark.parametrize("wrap", [torch.Tensor.detach, nn.Parameter, tagged])
+@pytest.mark.parametrize("copy_of", [pickle.dumps, copy.copy, lambda tensor: torch.save([tensor], io.BytesIO())])
+def test_copying_a_lazy_tensor_byte_by_byte_is_an_error(
+    copy_of: Callable[[Tensor], object], wrap: Callable[[Tensor], Tensor]
+) -> None:
+    with LazyInitContext():
+        tensor = wrap(torch.zeros(3, 4))
+        if copy_of is copy.copy and wrap is nn.Parameter:
+            assert is_lazy(copy.copy(tensor))  # it is a new parameter over the same memory
+            return
+        with pytest.raises(LazyError, match=r"of shape \(3, 4\) has no memory to be pickled, saved or copied"):
+            copy_of(tensor)
+        materialize(tensor)
+    copy_of(tensor.detach())
 
 
 def test_array_shares_memory_with_the_tensor() -> None:

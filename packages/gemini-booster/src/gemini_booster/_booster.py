@@ -71,7 +71,13 @@ class Booster:
             criterion: returned as it is.
             dataloader: returned as it is; `GeminiPlugin.prepare_dataloader` makes one for each rank.
             lr_scheduler: returned as it is: it acts on the parameter groups that both optimizers share.
+
+        Raises:
+            ValueError: the model or the optimizer cannot be used; the model is as it was. See `GeminiDDP` and
+                `GeminiOptimizer` for what else they may raise.
         """
+        if optimizer is not None:
+            self.plugin.check_optimizer(optimizer, model)
         wrapped = self.plugin.wrap_model(model)
         boosted = None if optimizer is None else self.plugin.wrap_optimizer(optimizer, wrapped)
         return wrapped, boosted, criterion, dataloader, lr_scheduler
@@ -124,7 +130,9 @@ class Booster:
 
         Raises:
             OSError: rank 0 could not write; the other ranks raise a RuntimeError that says so.
-            ValueError: a setting is out of its range, or a file is where a folder should be or the reverse.
+            ValueError: a setting is out of its range or does not suit the file's name, a file is where a folder should
+                be or the reverse, or the folder holds other weights, which loaders would take: a single file, or those
+                of the other format.
         """
         _checkpoint.save_model(
             _wrapped(model),
@@ -137,7 +145,10 @@ class Booster:
         )
 
     def load_model(self, model: nn.Module, checkpoint: str | os.PathLike[str], *, strict: bool = True) -> None:
-        """Load what `save_model`, plain torch or transformers saved: a file, or a folder; every rank calls it."""
+        """Load what `save_model`, plain torch or transformers saved: a file, or a folder; every rank calls it.
+
+        The format is told by the files' content, not by their names.
+        """
         _checkpoint.load_model(_wrapped(model), checkpoint, strict=strict)
 
     def enable_lora(

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from gemini_booster._auto_run import AutoRun, device_total
 from gemini_booster._first_step import FirstStep
 from gemini_booster._launch import check_world_size, group_of
-from gemini_booster._modules import check_called, compute_in_fp32, find_modules, params_of
-from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
+from gemini_booster._modules import batch_norms, check_called, compute_in_fp32, find_modules, params_of, widen_buffers
+from gemini_booster._packing import module_of, pack
+from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes, writable
 from gemini_booster._shards import ChunkShard, WriteBehind
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
 from gemini_ddp import ZeroDDP
-from gemini_lazy import forget, is_lazy, materialize, materialize_value
+from gemini_lazy import LazyInitContext, forget
 from gemini_optim import ZeroOptimizer
 from gemini_placement import (
     AutoPlacementPolicy,
@@ -39,7 +40,6 @@ logger = logging.getLogger("gemini_booster")
 _ChunkT = TypeVar("_ChunkT", bound=ChunkFacts)
 
 _DEFAULT_HIDDEN_DIM = 1024
-_MOST_16_BIT_TERMS = 8
 # Modules whose parameters were taken into chunks. That lasts: a wrapper that is detached leaves them there.
 _wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -77,8 +77,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
     """Wraps a model for ZeRO training with chunks in device, host and disk memory.
 
     Parameters are packed into chunks, sharded over the ranks and placed by a policy; a model built under
-    `gemini_lazy.LazyInitContext` is materialised straight into shards, one parameter at a time. Rank 0's values are
-    given to every rank.
+    `gemini_lazy.LazyInitContext` is materialised straight into shards, one parameter at a time, and its other tensors
+    (buffers, plain attributes) in place. Rank 0's parameters and buffers are given to every rank.
 
     Args:
         module: the model, on the CPU, on the compute device, or lazily initialised.
@@ -105,7 +105,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
         min_chunk_size_m: smallest chunk in units of 2**20 elements; a group of parameters smaller than that is one
             chunk that stays gathered.
         search_range_m: width of the chunk search in units of 2**20 elements.
-        chunk_configuration: takes the place of the search's result for the trainable parameters.
+        chunk_configuration: takes the place of the search's result for the trainable parameters. Of two dtypes, as
+            with ``keep_fp32``, each has chunks of its own there, or one has none and is searched for.
         memstats: a record of a step, from `gemini_placement.tracer.trace_model` or a file: the packing follows its
             order of first use, auto leaves room for the memory it tells of, and ``expected_plan`` is made of it.
         pin_memory: page-lock host memory.
@@ -114,7 +115,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
         reduce_dtype: in which gradients are summed over ranks; by default fp32 for more than 8 ranks, else that of the
             parameters.
         keep_fp32: modules that must not be rounded, by patterns of their paths (``"*.norm"``) or by class: their
-            parameters are fp32, they get fp32 and return the compute dtype.
+            parameters are fp32, they get fp32 and return the compute dtype. Batch norms are kept in any case.
         leaf_modules: modules that are gathered as one with all modules within them, named in the same way. Ranks may
             use different ones of those, as in a mixture of experts.
         scatter_after_inference: whether a forward without gradients leaves nothing gathered. Otherwise what it
@@ -169,7 +170,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
     ) -> None:
         check_world_size(process_group)
         group = group_of(process_group)
-        with _agreement(group) as facts:
+        with agreement(group) as facts:
             dtype = compute_dtype(precision)
             policy = make_policy(
                 placement_policy,
@@ -189,34 +190,30 @@ class GeminiDDP(ZeroDDP[Chunk]):
             _check_fresh(module)
             leaves = find_modules(module, leaf_modules, "leaf_modules")
             check_called(leaves, "leaf_modules")
-            kept = find_modules(module, keep_fp32, "keep_fp32")
+            kept = find_modules(module, keep_fp32, "keep_fp32") | batch_norms(module)
             asked = to_bytes(device_capacity, "device_capacity")
             device = device_tier(capacity=asked)
             host = host_tier(to_bytes(host_capacity, "host_capacity"), pin_memory=pin_memory)
-            disk = None if offload_directory is None else disk_tier(offload_directory)
+            disk = None if offload_directory is None else disk_tier(writable(offload_directory))
             manager = ChunkManager(device=device, host=host, disk=disk, process_group=process_group)
-            search = partial(
-                search_chunk_configuration,
-                world_size=manager.world_size,
-                hidden_dim=_DEFAULT_HIDDEN_DIM if hidden_dim is None else hidden_dim,
-                search_range_m=search_range_m,
-                min_chunk_size_m=min_chunk_size_m,
-                group_by=_module_of,  # a module whose parameters lie in one chunk needs one
+            pack(
+                manager,
+                module,
+                dtype=dtype,
+                fp32=params_of(kept),
+                order=[] if memstats is None else memstats.param_order,
+                configuration=chunk_configuration,
+                search=partial(
+                    search_chunk_configuration,
+                    world_size=manager.world_size,
+                    hidden_dim=_DEFAULT_HIDDEN_DIM if hidden_dim is None else hidden_dim,
+                    search_range_m=search_range_m,
+                    min_chunk_size_m=min_chunk_size_m,
+                    group_by=module_of,
+                ),
+                accumulates=enable_gradient_accumulation,
+                reduce_dtype=reduce_dtype,
             )
-            order = [] if memstats is None else list(memstats.param_order)
-            for trainable in (True, False):
-                for group_dtype, params in _groups(module, trainable, dtype, order, params_of(kept)).items():
-                    sizes = {name: param.numel() for name, param in params.items()}
-                    given = chunk_configuration if trainable else None
-                    _add_chunks(
-                        manager,
-                        params,
-                        group_dtype,
-                        given or search(sizes),
-                        trainable,
-                        accumulates=enable_gradient_accumulation,
-                        reduce_dtype=_reduced_in(reduce_dtype, group_dtype, manager.world_size),
-                    )
             auto: AutoRun | None = None
             if isinstance(policy, AutoPlacementPolicy):
                 auto = AutoRun(policy, manager, device_total(asked), memstats)
@@ -227,6 +224,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
                     capacities={name: tier.capacity for name, tier in manager.tiers.items()},
                     world_size=manager.world_size,
                 )
+            # While the parameters are still lazy: a plain attribute may be a view of one.
+            LazyInitContext.materialize(module, skip=module.parameters())
             facts += [placement.digest, *(_fingerprint(chunk) for chunk in manager.chunks)]
             facts += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
         _wrapped.update(_owners(module))
@@ -241,6 +240,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             for info in chunk.tensors:
                 forget(info.tensor)
         _settle_buffers(module, device.device, manager.collectives)
+        widen_buffers(kept)
         planner = _Planner(
             policy,
             (lambda: placement) if auto is None else (lambda: auto.placement),
@@ -362,11 +362,11 @@ class GeminiDDP(ZeroDDP[Chunk]):
         """
         self.check_finished()
         for name, entry in self.module.state_dict(keep_vars=True).items():
-            if not (isinstance(entry, nn.Parameter) and entry in self.chunk_manager):
+            if isinstance(entry, nn.Parameter) and entry in self.chunk_manager:
+                value = self.chunk_manager.full_master(entry)
+                yield name, value.to(dtype) if value.is_floating_point() else value
+            elif isinstance(entry, Tensor):
                 yield name, entry.detach()
-                continue
-            value = self.chunk_manager.full_master(entry)
-            yield name, value.to(dtype) if value.is_floating_point() else value
 
 
 def _end(first_step: FirstStep | None) -> None:
@@ -383,65 +383,6 @@ def _shards(states: Mapping[Chunk, Tier], host: Tier) -> Sequence[ChunkShard]:
         if chunk.trainable:
             shards.append(ChunkShard(chunk, tier, host, shards[-1] if shards else None, behind))
     return shards[::-1]
-
-
-def _groups(
-    module: nn.Module, trainable: bool, dtype: torch.dtype, order: Sequence[str], kept: Set[nn.Parameter]
-) -> Mapping[torch.dtype, dict[str, nn.Parameter]]:
-    """Return parameters by the dtype of their chunk, each once, in the order given first and then the module's."""
-    named = {name: param for name, param in module.named_parameters() if param.requires_grad is trainable}
-    names = dict.fromkeys([*(name for name in order if name in named), *named])
-    groups: dict[torch.dtype, dict[str, nn.Parameter]] = {}
-    for name in names:
-        param = named[name]
-        given = torch.float32 if param in kept else dtype
-        groups.setdefault(given if param.is_floating_point() else param.dtype, {})[name] = param
-    return groups
-
-
-def _reduced_in(asked: torch.dtype | None, dtype: torch.dtype, world_size: int) -> torch.dtype:
-    """Return in which dtype gradients are summed: a sum of many 16-bit numbers loses the small ones."""
-    if asked is None:
-        asked = torch.float32 if world_size > _MOST_16_BIT_TERMS else dtype
-    elif not asked.is_floating_point:
-        raise ValueError(f"reduce_dtype must be a floating dtype, such as torch.float32; got {asked}.")
-    return asked if dtype.is_floating_point else dtype
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _add_chunks(
-    manager: ChunkManager,
-    params: Mapping[str, nn.Parameter],
-    dtype: torch.dtype,
-    configuration: ChunkConfiguration,
-    trainable: bool,
-    *,
-    accumulates: bool,
-    reduce_dtype: torch.dtype,
-) -> None:
-    placed = {slot.name for spec in configuration.chunks for slot in spec.tensors}
-    if placed != params.keys():
-        raise ValueError(
-            f"chunk_configuration must place each trainable parameter of dtype {dtype}, and no other: it lacks "
-            f"{sorted(params.keys() - placed)} and has {sorted(placed - params.keys())} too many."
-        )
-    for spec in configuration.chunks:
-        named = [(slot.name, params[slot.name]) for slot in spec.tensors]
-        sources: dict[str, Callable[[], Tensor]] = {
-            name: partial(materialize_value, param) for name, param in named if is_lazy(param)
-        }
-        manager.add_chunk(
-            named,
-            numel=spec.numel,
-            dtype=dtype,
-            trainable=trainable,
-            accumulates=accumulates,
-            reduce_dtype=reduce_dtype,
-            sources=sources,
-        )
 
 
 def _owners(module: nn.Module) -> list[nn.Module]:
@@ -467,8 +408,6 @@ def _settle_buffers(module: nn.Module, device: torch.device, collectives: Collec
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None:
-                if is_lazy(buffer):
-                    materialize(buffer)
                 settled = child._buffers[name] = buffer.to(device)
                 flat = settled.reshape(-1)
                 collectives.broadcast(flat.view(torch.uint8))  # not every backend knows every dtype
@@ -481,7 +420,7 @@ def _fingerprint(chunk: Chunk) -> str:
 
 
 @contextlib.contextmanager
-def _agreement(process_group: dist.ProcessGroup | None) -> Iterator[list[str]]:
+def agreement(process_group: dist.ProcessGroup | None) -> Iterator[list[str]]:
     """Let what goes wrong on one rank be raised on every rank, and so if ranks leave unlike facts in the list."""
     facts: list[str] = []
     error: Exception | None = None

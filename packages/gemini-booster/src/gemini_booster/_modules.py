@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 
@@ -29,6 +30,22 @@ def find_modules(module: nn.Module, named: Collection[str | type[nn.Module]], se
             raise ValueError(f"{setting} names {what!r}, but the model has no such module.")
         found |= matches
     return found
+
+
+def batch_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose running statistics a 16-bit sum would lose, by path.
+
+    Not every kernel of torch's takes 16-bit inputs beside statistics in fp32, either.
+    """
+    return {name: child for name, child in module.named_modules() if isinstance(child, _BatchNorm)}
+
+
+def widen_buffers(modules: Mapping[str, nn.Module]) -> None:
+    """Let floating buffers in these modules have 32 bits at least."""
+    for part in {part for child in modules.values() for part in child.modules()}:
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize < 4:
+                part._buffers[name] = buffer.float()
 
 
 def _is_named(which: str | type[nn.Module], name: str, child: nn.Module) -> bool:

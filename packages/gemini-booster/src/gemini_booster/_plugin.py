@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from gemini_booster._gemini_ddp import GeminiDDP
+from gemini_booster._gemini_ddp import GeminiDDP, agreement
+from gemini_booster._launch import group_of
 from gemini_booster._optimizer import GeminiOptimizer
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
 from gemini_optim import DynamicLossScaler
@@ -104,7 +105,27 @@ class GeminiPlugin:
         )
         to_bytes(self.device_capacity, "device_capacity")
         to_bytes(self.host_capacity, "host_capacity")
+        GeminiOptimizer.check(None, max_norm=self.max_norm, norm_type=self.norm_type)
         DynamicLossScaler(**{name: getattr(self, name) for name in _SCALER_SETTINGS})
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Refuse an optimizer while the model is not wrapped yet, for it cannot be unwrapped; every rank calls it.
+
+        Raises:
+            ValueError: the optimizer is not element-wise, or has trainable parameters that are not the model's.
+        """
+        with agreement(group_of(self.process_group)):
+            GeminiOptimizer.check(optimizer)
+            known = set(model.parameters())
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            trained = [(index, param) for index, param in enumerate(params) if param.requires_grad and param.numel()]
+            foreign = [index for index, param in trained if param not in known]
+            if foreign:
+                raise ValueError(
+                    f"{len(foreign)} of the optimizer's {len(params)} parameters are not the model's, such as number "
+                    f"{foreign[0]} of shape {tuple(params[foreign[0]].shape)}. Build the optimizer on the parameters "
+                    "of the model that is passed beside it."
+                )
 
     def wrap_model(self, model: nn.Module) -> GeminiDDP:
         """Return the wrapped model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from typing import Literal
 
 import torch
@@ -45,6 +46,20 @@ def to_bytes(amount: int | str | None, what: str) -> int | None:
             f"KiB, MiB, GiB or TiB; got {amount!r}."
         )
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def writable(directory: str) -> str:
+    """Return a folder's path if files can be made in it.
+
+    Raises:
+        OSError: they cannot.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError as error:
+        what = f"offload_directory must be an existing folder that can be written to: {error.strerror}"
+        raise OSError(error.errno, what, directory) from error
 
 
 def make_policy(

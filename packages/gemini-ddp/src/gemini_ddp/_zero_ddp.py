@@ -294,7 +294,7 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         shapes = [
             f"{name}: {tuple(given)} given, {tuple(entry.shape)} wanted"
             for name, entry in entries.items()
-            if name in state_dict and isinstance(entry, Tensor) and (given := state_dict[name].shape) != entry.shape
+            if name in state_dict and not _is_extra(name) and (given := state_dict[name].shape) != entry.shape
         ]
         problems = [*(f"missing: {name}" for name in missing), *(f"unexpected: {name}" for name in unexpected)]
         if shapes or (strict and problems):
@@ -304,12 +304,12 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
             for name, entry in entries.items():
                 if name not in state_dict:
                     continue
-                if isinstance(entry, nn.Parameter) and entry in self.store:
-                    self.store.load_value(entry, state_dict[name])
-                elif isinstance(entry, Tensor):
-                    entry.copy_(state_dict[name])
-                else:
+                if _is_extra(name):
                     self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
+                elif isinstance(entry, nn.Parameter) and entry in self.store:
+                    self.store.load_value(entry, state_dict[name])
+                else:
+                    entry.copy_(state_dict[name])
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
@@ -321,6 +321,11 @@ def _refuse_placeholders(module: nn.Module, prefix: str, keep_vars: bool) -> Non
             f"The parameters of this {type(module).__name__} lie in shards: its own state_dict() would hold "
             "placeholders. Call state_dict() of the wrapped model, or save with booster.save_model(wrapped_model, ...)."
         )
+
+
+def _is_extra(name: str) -> bool:
+    """Whether an entry of a state is what a module's ``get_extra_state`` returned: a tensor, or anything else."""
+    return name.rpartition(".")[2] == torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def _can_wait_for_ranks(module: nn.Module) -> bool:

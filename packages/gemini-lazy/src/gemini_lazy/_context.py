@@ -6,7 +6,8 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from gemini_lazy._placeholders import is_lazy, materialize
 from gemini_lazy._reads import Reader
 from gemini_lazy._record import Recorder
+
+_NOT_THE_MODULES = (type, ModuleType, FrameType, CodeType, *weakref.ProxyTypes)
 
 
 class _Active(threading.local):
@@ -70,7 +73,7 @@ class LazyInitContext:
         self._stacks.pop().__exit__(kind, error, traceback)
 
     @staticmethod
-    def materialize(module: nn.Module, *, verbose: bool = False) -> nn.Module:
+    def materialize(module: nn.Module, *, skip: Iterable[Tensor] = (), verbose: bool = False) -> nn.Module:
         """Give memory to every lazy tensor of a module, in place.
 
         Besides parameters and buffers, these are all tensors that can be reached from it: in plain attributes,
@@ -78,6 +81,7 @@ class LazyInitContext:
 
         Args:
             module: the module; it may be lazy in part or not at all.
+            skip: tensors that stay lazy, such as parameters of which a sharded wrapper takes one value at a time.
             verbose: print how many parameters and buffers were lazy.
 
         Returns:
@@ -89,8 +93,9 @@ class LazyInitContext:
         if verbose:
             for kind, tensors in (("parameters", [*module.parameters()]), ("buffers", [*module.buffers()])):
                 print(f"gemini_lazy: {sum(map(is_lazy, tensors))} of {len(tensors)} {kind} are lazy.")
+        skipped = {id(tensor) for tensor in skip}
         for tensor in (*module.parameters(), *module.buffers(), *_reachable_tensors(module)):
-            if is_lazy(tensor):
+            if id(tensor) not in skipped and is_lazy(tensor):
                 materialize(tensor)
         return module
 
@@ -101,7 +106,8 @@ def _reachable_tensors(root: object) -> Iterator[Tensor]:
     stack = [root]
     while stack:
         item = stack.pop()
-        if id(item) in seen or isinstance(item, (type, ModuleType, FrameType, CodeType)):
+        # isinstance would ask the object, and a weak proxy may have nobody left to ask.
+        if id(item) in seen or issubclass(type(item), _NOT_THE_MODULES):
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import warn_if_has_hooks
 
 from gemini_lazy._placeholders import View, materialize_in_place, value_of, view_of
-from gemini_lazy._tape import map_leaves, undisturbed
+from gemini_lazy._tape import LazyError, map_leaves, undisturbed
 
 
 class Reader(TorchFunctionMode):
@@ -89,6 +91,21 @@ def _deepcopy(tensor: Tensor, _: View, memo: dict[int, object]) -> object:
     return memo[id(tensor)]
 
 
+def _refuse_to_pickle(tensor: Tensor, _: View, protocol: object) -> NoReturn:
+    del protocol
+    raise LazyError(
+        f"A lazy tensor of shape {tuple(tensor.shape)} has no memory to be pickled, saved or copied by copy.copy. "
+        "Materialise it first; copy.deepcopy and clone keep it lazy."
+    )
+
+
+def _backward_hooks(tensor: Tensor, view: View) -> object:
+    # Of all that pickling asks of a plain tensor, only this can be told from other uses.
+    if sys._getframe(2).f_code is warn_if_has_hooks.__code__:
+        _refuse_to_pickle(tensor, view, None)
+    return tensor._backward_hooks
+
+
 _CONSTRUCTORS: frozenset[Callable[..., object]] = frozenset({torch.tensor, torch.as_tensor, Tensor.new_tensor})
 _ANSWERS: dict[Callable[..., object], Callable[..., Any]] = {
     Tensor.stride: _answer_layout(Tensor.stride),
@@ -101,4 +118,6 @@ _ANSWERS: dict[Callable[..., object], Callable[..., Any]] = {
     Tensor.__dlpack__: _answer_in_memory(Tensor.__dlpack__),
     Tensor.contiguous: _contiguous,
     Tensor.__deepcopy__: _deepcopy,
+    Tensor._backward_hooks.__get__: _backward_hooks,  # type: ignore[union-attr] # of the class it is a descriptor
+    Tensor.__reduce_ex__: _refuse_to_pickle,
 }

@@ -225,7 +225,7 @@ class StandIn:
         """Return a tensor of that layout; one element of memory where the layout is the usual one."""
         meta = self.meta
         if meta.is_contiguous():
-            return torch.empty(1, dtype=meta.dtype, device=self.device).expand(meta.shape)
+            return torch.empty((), dtype=meta.dtype, device=self.device).expand(meta.shape)
         return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=self.device)
 
 

@@ -102,17 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         block_numel: int = 2**20,
         verbose: bool = False,
     ) -> None:
-        if isinstance(optim, ZeroOptimizer):
-            raise ValueError("optim is a ZeroOptimizer already; give the optimizer that it was built on.")
-        if isinstance(optim, _WHOLE_PARAMETER):
-            raise ValueError(
-                f"{type(optim).__name__} looks at whole parameters, which shards do not hold. Use an element-wise "
-                "optimizer, such as HybridAdam, torch.optim.AdamW or torch.optim.SGD."
-            )
-        if not max_norm >= 0.0:
-            raise ValueError(f"max_norm must be positive, or 0.0 for no clipping; got {max_norm}.")
-        if norm_type not in SUPPORTED_NORMS:
-            raise ValueError(f"norm_type must be 2.0 or math.inf, got {norm_type}.")
+        self.check(optim, max_norm=max_norm, norm_type=norm_type)
         if block_numel < 1:
             raise ValueError(f"block_numel must be at least 1 element, got {block_numel}.")
         self.max_norm = max_norm
@@ -144,6 +134,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for other in others:
             other._is_replaced = True
         _living.add(self)
+
+    @staticmethod
+    def check(optim: torch.optim.Optimizer | None, *, max_norm: float = 0.0, norm_type: float = 2.0) -> None:
+        """Raise what the constructor raises for these, while the model is not sharded yet and can still be used.
+
+        Args:
+            optim: the user's optimizer; None for the settings alone.
+            max_norm: as for the constructor.
+            norm_type: as for the constructor.
+
+        Raises:
+            ValueError: ``optim`` is not element-wise, or a setting is out of bounds.
+        """
+        if isinstance(optim, ZeroOptimizer):
+            raise ValueError("optim is a ZeroOptimizer already; give the optimizer that it was built on.")
+        if isinstance(optim, _WHOLE_PARAMETER):
+            raise ValueError(
+                f"{type(optim).__name__} looks at whole parameters, which shards do not hold. Use an element-wise "
+                "optimizer, such as HybridAdam, torch.optim.AdamW or torch.optim.SGD."
+            )
+        if not max_norm >= 0.0:
+            raise ValueError(f"max_norm must be positive, or 0.0 for no clipping; got {max_norm}.")
+        if norm_type not in SUPPORTED_NORMS:
+            raise ValueError(f"norm_type must be 2.0 or math.inf, got {norm_type}.")
 
     @property
     def loss_scale(self) -> float:
