@@ -240,11 +240,23 @@ class Engine(Generic[ChunkT]):
     def _end(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         use = self._stack.pop()
         scope.depth -= 1
-        params = use.params
+        recompute = _in_autograd()
+        failed = True
+        try:
+            self._end_use(use, args, kwargs, output, recompute)
+            failed = output is None
+        finally:
+            if scope.is_root and not recompute and not self._stack:
+                self._stop_watching()
+                self._course.finish_pass(failed=failed)
+
+    def _end_use(
+        self, use: _Use, args: tuple[object, ...], kwargs: dict[str, object], output: object, recompute: bool
+    ) -> None:
+        scope, params = use.scope, use.params
         tensors = list(walk_tensors(output))
         if self._stack:
             self._pin_what_escapes(tensors)
-        recompute = _in_autograd()
         if not recompute:
             self._course.note_end_of_call(scope)
         if recompute and torch.is_grad_enabled() and not scope.in_backward:
@@ -260,9 +272,6 @@ class Engine(Generic[ChunkT]):
             self._hook_outputs(use, args, kwargs, tensors)
         elif scope.expects:  # re-entrant checkpoints call it without gradients, and again in backward
             scope.reaches_backward = True
-        if scope.is_root and not recompute and not self._stack:
-            self._stop_watching()
-            self._course.finish_pass(failed=output is None)
 
     def _start_pass(self, training: bool) -> None:
         """Begin the model's forward."""
