@@ -20,6 +20,7 @@ from gemini_booster._launch import check_world_size, group_of
 from gemini_booster._modules import check_called, compute_in_fp32, find_modules, params_of
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes
 from gemini_booster._shards import ChunkShard, WriteBehind
+from gemini_booster._shared_memory import check_memory
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
 from gemini_ddp import ZeroDDP
 from gemini_lazy import forget, is_lazy, materialize, materialize_value
@@ -124,8 +125,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
         verbose: log the packing and the placement on rank 0.
 
     Raises:
-        ValueError: a setting is out of its range, or the module is wrapped already or has no values; the message says
-            what is allowed.
+        ValueError: a setting is out of its range, or the module is wrapped already, has no values, or has a parameter
+            that shares memory with another tensor; the message says what is allowed.
         RuntimeError: the process group is not the one that the launcher announced, another rank failed, or the ranks
             have unlike models or settings.
         gemini_placement.PlacementError: the model states do not fit the capacities.
@@ -187,6 +188,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
                 max_held=max_held,
             )
             _check_fresh(module)
+            check_memory(module)
             leaves = find_modules(module, leaf_modules, "leaf_modules")
             check_called(leaves, "leaf_modules")
             kept = find_modules(module, keep_fp32, "keep_fp32")
