@@ -115,6 +115,10 @@ def test_a_tensor_is_appended_once_and_dense_and_has_memory() -> None:
         chunk.append(torch.zeros(3).to_sparse(), "c")
     with pytest.raises(TypeError, match="'d' is on the meta device"):
         chunk.append(torch.zeros(3, device="meta"), "d", source=lambda: torch.zeros(3))
+    with torch.inference_mode():
+        made_there = torch.zeros(3)
+    with pytest.raises(TypeError, match=r"'e' was made under torch\.inference_mode\(\)"):
+        chunk.append(made_there, "e")
     assert chunk.used_numel == 3
     with pytest.raises(ValueError, match="as 'a'"):
         ChunkManager(device=device_tier("cpu")).register([("a", tensor), ("b", tensor)], 64)
