@@ -37,10 +37,7 @@ def share_with_frozen(model: Model) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
-    "data": (
-        share_data,
-        "'embedding.weight' shares memory with parameter 'head.weight'.* head.weight = embedding.weight",
-    ),
+    "data": (share_data, "'embedding.weight' shares memory with parameter 'head.weight'.*Tie them as one object"),
     "rows": (share_rows, "'embedding.weight' shares memory with parameter 'head.weight'"),
     "frozen": (share_with_frozen, "'head.weight' shares memory with parameter 'embedding.weight'"),
     "buffer": (

@@ -248,8 +248,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             (lambda: placement) if auto is None else (lambda: auto.placement),
             None if auto is None else auto.learn,
         )
-        if dtype != torch.float32:
-            compute_in_fp32(kept, dtype)
+        casts = [] if dtype == torch.float32 else compute_in_fp32(kept, dtype)
         super().__init__(
             module,
             manager,
@@ -261,6 +260,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
             scales_loss=precision == "fp16",
             force_outputs_fp32=force_outputs_fp32,
         )
+        self._handles += casts
+        self._is_mixed = bool(casts)
         self.process_group = group
         self.precision = precision
         self.chunk_manager = manager
@@ -310,6 +311,14 @@ class GeminiDDP(ZeroDDP[Chunk]):
             raise
         auto.end_forward(failed=False)
         return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """See `ZeroDDP`; with ``keep_fp32`` all parameters are in fp32, for nothing casts between the modules."""
+        copied = super().__deepcopy__(memo)
+        for param in copied.parameters() if self._is_mixed else ():
+            if param.is_floating_point():
+                param.data = param.data.float()
+        return copied
 
     def end_recording(self) -> None:
         """Leave nothing of the recorded first step behind; an optimizer calls it once it steps."""

@@ -331,12 +331,16 @@ class Engine(Generic[ChunkT]):
 
     def _parameter_of(self, tensor: Tensor) -> nn.Parameter | None:
         """Return the managed parameter that a tensor is or shares memory with."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # within vmap or grad
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         if isinstance(tensor, nn.Parameter):
             return tensor if tensor in self._store else None
-        if tensor.layout != torch.strided:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a sparse tensor, say, has none
             return None
         start = tensor.storage_offset()
-        for first, end, param in self._memory.get(tensor.untyped_storage()._cdata, ()):
+        for first, end, param in self._memory.get(storage._cdata, ()):
             if first <= start < end:
                 return param
         return None
