@@ -257,7 +257,7 @@ class Chunk(HeldLayout):
         return assemble(self, info, master, master.dtype)
 
     def load(self, info: TensorInfo, value: Tensor) -> None:
-        """Overwrite one tensor on every rank, master weights included, without communication.
+        """Overwrite one tensor on every rank, master weights included, without communication; the chunk is released.
 
         Args:
             info: the tensor.
