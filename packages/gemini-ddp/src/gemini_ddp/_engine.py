@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gemini_ddp._compiler import Uncompiled, not_compiled
 from gemini_ddp._course import Course
-from gemini_ddp._debug import LoggedStore
+from gemini_ddp._debug import LoggedStore, logger
 from gemini_ddp._errors import ZeroDDPError
 from gemini_ddp._gradients import Gradients, Slot
 from gemini_ddp._outside import ParameterReads
@@ -99,6 +99,7 @@ class Engine(Generic[ChunkT]):
         self._recomputed: dict[Scope, None] = {}
         self._watch: ParameterReads | None = None
         self._watches_next = False
+        self._has_told = False
         self._uncompiled = Uncompiled()
         self._memory: dict[int, list[tuple[int, int, nn.Parameter]]] = {}
         self._in_backward = False
@@ -212,12 +213,25 @@ class Engine(Generic[ChunkT]):
         recompute = _in_autograd()
         if scope.is_root and not recompute and (self._in_backward or not self._stack):
             self._start_pass(module.training)
+        elif self._watches_next and not self._stack and not recompute:
+            self._tell_of_call_outside(scope)
         if self._watch is None:
             self._begin(scope, recompute)
         else:
             with torch._C.DisableTorchFunction():  # what the store does with its buffers is no reading by the model
                 self._begin(scope, recompute)
                 self._remember_memory(scope.params)
+
+    def _tell_of_call_outside(self, scope: Scope) -> None:
+        """Say, once, what may be why a step was not finite: no pass sees what is read around this call."""
+        if torch.is_grad_enabled() and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "A step was not finite, and module %r is called outside of the model's forward, by another method, "
+                "say. A parameter that its caller reads there without calling the module that owns it is NaN. Call the "
+                "wrapped model, and let its forward call that method.",
+                scope.name,
+            )
 
     def _begin(self, scope: Scope, recompute: bool) -> None:
         params = list(scope.params)
