@@ -65,8 +65,8 @@ class TensorInfo:
     users: int = 0
     forward_generation: int | None = field(default=None, repr=False)
     version: int = field(default=0, repr=False)
-    address: int = field(default=0, repr=False)
-    begun_with: Tensor | None = field(default=None, repr=False)
+    address: int = field(default=0, init=False, repr=False)
+    begun_with: Tensor | None = field(default=None, init=False, repr=False)
     placeholder: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
     view: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
 
