@@ -108,7 +108,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 def _place_of(name: str, tensor: Tensor, *, is_param: bool) -> Iterator[_Place]:
     """Yield where a tensor lies, if it has memory of its own that somebody may write to."""
-    if is_lazy(tensor) or tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
+    if is_lazy(tensor) or tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided or not tensor.numel():
         return
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return  # expanded: nothing can be written to it

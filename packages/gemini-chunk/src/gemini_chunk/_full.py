@@ -95,7 +95,7 @@ def show(tensors: Iterable[TensorInfo]) -> None:
 
 
 def hide(tensors: Iterable[TensorInfo]) -> None:
-    """Let tensors be placeholders. What was written to them is not forgotten: `written` tells of it."""
+    """Let tensors be placeholders. What was written to them is not forgotten: `is_written` tells of it."""
     for info in tensors:
         if info.tensor.data_ptr() != info.address:
             info.version = _REPLACED
