@@ -72,6 +72,21 @@ def test_modules_kept_in_fp32_are_not_rounded_and_get_fp32() -> None:
         torch.testing.assert_close(state[name], param.detach() - 0.5 * param.grad, rtol=0, atol=1e-6, msg=name)
 
 
+def test_copy_of_a_model_with_modules_in_fp32_is_in_fp32_and_casts_nothing() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    model = GeminiDDP(copy.deepcopy(plain), precision="bf16", keep_fp32=["block"], **SMALL)  # type: ignore[arg-type]
+    copied = copy.deepcopy(model)
+    assert {param.dtype for param in copied.parameters()} == {torch.float32}
+    assert torch.equal(copied.block[0].weight, plain.block[0].weight)
+    assert torch.equal(copied.first.weight, plain.first.weight.bfloat16().float())
+    x = torch.randn(3, 4)
+    copied(x).sum().backward()
+    assert set(copied.seen.values()) == {torch.float32}
+    assert copied.double()(x.double()).dtype == torch.float64
+    assert model(x).dtype == torch.bfloat16
+
+
 def test_kept_by_class_and_nothing_to_keep_in_fp32() -> None:
     model = GeminiDDP(Net(), precision="bf16", keep_fp32=[nn.LayerNorm], **SMALL)  # type: ignore[arg-type]
     kept = {info.name for c in model.chunk_manager.chunks for info in c.tensors if c.dtype == torch.float32}

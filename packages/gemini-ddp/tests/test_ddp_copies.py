@@ -75,6 +75,22 @@ def test_hooks_of_the_user_are_copied_and_those_of_the_wrapper_are_not() -> None
     assert calls == [copied.layers[0]]
 
 
+class Marked(nn.Parameter):
+    pass
+
+
+def test_copied_parameters_have_their_class_and_attributes() -> None:
+    module = ZOO["Stack"]()
+    module.marked = Marked(torch.ones(2))
+    module.marked.partner = module.layers[0][0].weight
+    module.layers[0][0].bias.no_decay = True
+    copied = copy.deepcopy(ZeroDDP(module, PoisonStore(module.parameters()), OneAhead()))
+    assert type(copied.marked) is Marked
+    assert copied.marked.partner is copied.layers[0][0].weight
+    assert copied.layers[0][0].bias.no_decay
+    same_bits(copied.marked, torch.ones(2), "marked")
+
+
 def test_copy_can_be_wrapped_again() -> None:
     plain, model, _ = wrapped("Stack")
     other, store = Setup().wrap(copy.deepcopy(model))

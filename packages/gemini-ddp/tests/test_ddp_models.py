@@ -371,6 +371,21 @@ class _Router(nn.Module):
 
 
 @zoo
+class TensorsWithoutStorage(Model):
+    """Sparse tensors, and vmap and grad over inputs and over a sibling's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(torch.sparse.mm(torch.eye(4).to_sparse(), self.first(x)))
+        x = x + torch.func.vmap(torch.func.grad(lambda row: (row**3).sum()))(x.detach())
+        return x @ torch.vmap(lambda row: row.cos())(self.first.weight)
+
+
+@zoo
 class AuxiliaryLossInAnAttribute(Model):
     """Backward reaches some of a module's operations, but not through what it returned."""
 

@@ -296,6 +296,29 @@ def test_watched_step_finds_a_use_outside_the_owner_for_good(planned: bool) -> N
         assert_at_rest(store)
 
 
+class Encoder(LateBorrower):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.between(x) * self.first.bias
+
+
+def test_modules_called_by_another_method_than_forward_are_named_once_a_step_was_not_finite(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = Encoder()
+    model = ZeroDDP(module, PoisonStore(module.parameters()))
+    inputs = module.batch(0)
+    assert model.encode(inputs).isnan().all()
+    assert not caplog.records
+    model.watch_next_step()
+    model(inputs)
+    assert not caplog.records
+    model.watch_next_step()
+    for _ in range(2):
+        model.encode(inputs)
+    (record,) = caplog.records
+    assert "module 'between' is called outside of the model's forward" in record.getMessage()
+
+
 class NothingAhead(OneAhead):
     """Releases a chunk unless the next access needs it, and prefetches nothing."""
 

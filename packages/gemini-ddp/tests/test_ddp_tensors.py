@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,25 @@ def test_mapping_changes_tensors_and_keeps_everything_else() -> None:
     assert type(changed["d"]) is OrderedDict
     assert isinstance(changed["e"], tuple)
     assert torch.equal(value["c"].value, torch.ones(3))  # type: ignore[union-attr] # the entry is a Frozen
+
+
+class Noted(dict[str, Tensor]):
+    def __init__(self, note: str) -> None:
+        super().__init__()
+        self.note = note
+
+
+def test_mapping_keeps_the_kind_of_a_dict_and_what_it_knows() -> None:
+    noted = Noted("kept")
+    noted["x"] = torch.ones(1)
+    missing = defaultdict(list, x=[torch.ones(1)])
+    changed_noted, changed_missing = (map_tensors(value, lambda tensor: tensor * 2) for value in (noted, missing))
+    assert isinstance(changed_noted, Noted)
+    assert (changed_noted.note, changed_noted["x"].item(), noted["x"].item()) == ("kept", 2.0, 1.0)
+    assert isinstance(changed_missing, defaultdict)
+    assert changed_missing["x"][0].item() == 2
+    assert changed_missing["y"] == []
+    assert "y" not in missing
 
 
 def test_mapping_returns_what_does_not_change_as_it_is() -> None:

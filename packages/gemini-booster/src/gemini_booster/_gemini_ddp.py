@@ -21,6 +21,7 @@ from gemini_booster._modules import batch_norms, check_called, compute_in_fp32, 
 from gemini_booster._packing import module_of, pack
 from gemini_booster._settings import PolicyName, Precision, compute_dtype, make_policy, to_bytes, writable
 from gemini_booster._shards import ChunkShard, WriteBehind
+from gemini_booster._shared_memory import check_memory
 from gemini_chunk import Chunk, ChunkManager, Collectives, Tier, TierName, device_tier, disk_tier, host_tier
 from gemini_ddp import ZeroDDP
 from gemini_lazy import LazyInitContext, forget
@@ -125,8 +126,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
         verbose: log the packing and the placement on rank 0.
 
     Raises:
-        ValueError: a setting is out of its range, or the module is wrapped already or has no values; the message says
-            what is allowed.
+        ValueError: a setting is out of its range, or the module is wrapped already, has no values, or has a parameter
+            that shares memory with another tensor; the message says what is allowed.
         RuntimeError: the process group is not the one that the launcher announced, another rank failed, or the ranks
             have unlike models or settings.
         gemini_placement.PlacementError: the model states do not fit the capacities.
@@ -188,6 +189,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
                 max_held=max_held,
             )
             _check_fresh(module)
+            check_memory(module)
             leaves = find_modules(module, leaf_modules, "leaf_modules")
             check_called(leaves, "leaf_modules")
             kept = find_modules(module, keep_fp32, "keep_fp32") | batch_norms(module)
@@ -246,8 +248,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             (lambda: placement) if auto is None else (lambda: auto.placement),
             None if auto is None else auto.learn,
         )
-        if dtype != torch.float32:
-            compute_in_fp32(kept, dtype)
+        casts = [] if dtype == torch.float32 else compute_in_fp32(kept, dtype)
         super().__init__(
             module,
             manager,
@@ -259,6 +260,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
             scales_loss=precision == "fp16",
             force_outputs_fp32=force_outputs_fp32,
         )
+        self._handles += casts
+        self._is_mixed = bool(casts)
         self.process_group = group
         self.precision = precision
         self.chunk_manager = manager
@@ -310,6 +313,14 @@ class GeminiDDP(ZeroDDP[Chunk]):
             raise
         auto.end_forward(failed=False)
         return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """See `ZeroDDP`; with ``keep_fp32`` all parameters are in fp32, for nothing casts between the modules."""
+        copied = super().__deepcopy__(memo)
+        for param in copied.parameters() if self._is_mixed else ():
+            if param.is_floating_point():
+                param.data = param.data.float()
+        return copied
 
     def end_recording(self) -> None:
         """Leave nothing of the recorded first step behind; an optimizer calls it once it steps."""

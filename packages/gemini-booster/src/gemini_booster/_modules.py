@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 
 def find_modules(module: nn.Module, named: Collection[str | type[nn.Module]], setting: str) -> dict[str, nn.Module]:
@@ -72,16 +73,21 @@ def params_of(modules: Mapping[str, nn.Module]) -> set[nn.Parameter]:
     return {param for child in modules.values() for param in child.parameters()}
 
 
-def compute_in_fp32(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+def compute_in_fp32(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> list[RemovableHandle]:
     """Let modules get floating inputs in fp32 and return floating outputs in ``dtype``, by hooks.
 
     Modules within one of them compute in fp32 throughout.
+
+    Returns:
+        What removes the hooks.
     """
+    handles: list[RemovableHandle] = []
     for name, child in modules.items():
         if any(other != name and _is_within(name, other) for other in modules):
             continue
-        child.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-        child.register_forward_hook(_cast_outputs(dtype))
+        handles.append(child.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
+        handles.append(child.register_forward_hook(_cast_outputs(dtype)))
+    return handles
 
 
 def _is_within(name: str, other: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gemini_chunk._collectives import Collectives, Done, Handle, LocalCollectives, Waiting
 from gemini_chunk._errors import ChunkError
-from gemini_chunk._full import hide, settle_states, show
+from gemini_chunk._full import accept_writes, hide, settle_states
 from gemini_chunk._gathering import Gathering
 from gemini_chunk._held import HeldLayout
 from gemini_chunk._moving import Mover
@@ -204,11 +204,11 @@ class Chunk(HeldLayout):
                 raise
             self._sources.clear()
             self._closed = True
+            self._hide()
+            accept_writes(self.tensors)
             if self._aliased:
-                self._full_valid = self._visible = True
-                show(self.tensors)
-            else:
-                self._hide()
+                self._full_valid = True
+                self._show()
             self._page_out()
 
     def free(self) -> None:
@@ -262,7 +262,7 @@ class Chunk(HeldLayout):
         return assemble(self, info, master, master.dtype)
 
     def load(self, info: TensorInfo, value: Tensor) -> None:
-        """Overwrite one tensor on every rank, master weights included, without communication.
+        """Overwrite one tensor on every rank, master weights included, without communication; the chunk is released.
 
         Args:
             info: the tensor.
@@ -395,6 +395,15 @@ class Chunk(HeldLayout):
         self._master_tier.free(self._master)
         self._master, self._master_tier = target, tier
         self._page_out()
+
+    @torch.no_grad()
+    def _settle_write(self, info: TensorInfo) -> None:
+        try:
+            super()._settle_write(info)
+        except ChunkError:
+            if self._aliased and self._master is not None and not self._reduction.takes_place:
+                self._shard.copy_(self._master)  # no gather would undo the write
+            raise
 
     def _finish_transfers(self) -> None:
         """Finish what still reads the shard, which is about to change."""

@@ -12,6 +12,8 @@ from gemini_chunk._pages import touch_in_huge_pages
 from gemini_chunk._states import TensorInfo, TensorState
 from gemini_chunk._tiers import Tier, fill_with_poison
 
+_REPLACED = -1  # a version that no tensor has
+
 
 class FullBuffer:
     """The memory of a whole chunk, taken and freed again and again under one storage object.
@@ -87,26 +89,38 @@ def show(tensors: Iterable[TensorInfo]) -> None:
     """Let tensors be views of the full buffer."""
     for info in tensors:
         info.tensor.data = info.view
+        info.address = info.view.data_ptr()
         if info.state is TensorState.FREE:  # legal by the table; thousands of tensors pass here in a step
             info.state = TensorState.HOLD
 
 
 def hide(tensors: Iterable[TensorInfo]) -> None:
-    """Let tensors be placeholders."""
+    """Let tensors be placeholders. What was written to them is not forgotten: `is_written` tells of it."""
     for info in tensors:
+        if info.tensor.data_ptr() != info.address:
+            info.version = _REPLACED
         info.tensor.data = info.placeholder
-        info.version = info.tensor._version
+        info.address = info.placeholder.data_ptr()
         if info.state is TensorState.HOLD:
             info.state = TensorState.FREE
 
 
-def written(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors that somebody wrote to since they were hidden; assigning ``.data`` is no such write."""
-    return [info for info in tensors if info.tensor._version != info.version]
+def is_written(info: TensorInfo) -> bool:
+    """Whether somebody wrote to a tensor in place, or assigned its ``.data``, and it is not known yet.
+
+    Neither a write by way of ``.data``, nor one to the full buffer, counts as one.
+    """
+    return info.tensor._version != info.version or info.tensor.data_ptr() != info.address
+
+
+def accept_writes(tensors: Iterable[TensorInfo]) -> None:
+    """Let what was written in place to tensors so far be known."""
+    for info in tensors:
+        info.version = info.tensor._version
 
 
 def refuse_writes(lost: Sequence[TensorInfo], chunk: str) -> NoReturn:
-    """Tell of writes that a gather would undo, once.
+    """Tell of writes that are lost.
 
     Args:
         lost: the tensors that were written to.
@@ -115,11 +129,11 @@ def refuse_writes(lost: Sequence[TensorInfo], chunk: str) -> NoReturn:
     Raises:
         ChunkError: always.
     """
-    for info in lost:
-        info.version = info.tensor._version
     raise ChunkError(
-        f"{[info.name for info in lost]} of {chunk} were written to in place while released, so the writes are lost. "
-        "Overwrite a value with load(), or load_state_dict() of the wrapped model."
+        f"{[info.name for info in lost]} of {chunk} were written to, in place or by assigning .data. That is lost, for "
+        "their values lie in shards. Let a module compute with a changed weight (weight.clamp(...), say) instead of "
+        "changing its own (as Embedding(max_norm=...) does), and overwrite values between steps with load(), or "
+        "load_state_dict() of the wrapped model."
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gemini_chunk._errors import ChunkError
-from gemini_chunk._full import FullBuffer, hide, refuse_writes, show, written
+from gemini_chunk._full import FullBuffer, accept_writes, hide, is_written, refuse_writes, show
 from gemini_chunk._tiers import Tier, TierName
 from gemini_chunk._uses import UsedLayout
 
@@ -135,9 +135,11 @@ class HeldLayout(UsedLayout):
             self._full.free()
 
     def _show(self) -> None:
-        if not self._visible and (lost := written(self.tensors)):
+        if not self._visible and (lost := [info for info in self.tensors if is_written(info)]):
             if self._full is not None:
                 self._full.restore_placeholders()
+            hide(lost)
+            accept_writes(lost)
             refuse_writes(lost, self.name)
         self._visible = True
         show(self.tensors)
@@ -148,8 +150,15 @@ class HeldLayout(UsedLayout):
             self._show()
 
     def _hide(self) -> None:
+        if self._keeps_writes:
+            accept_writes(self.tensors)
         self._visible = False
         hide(self.tensors)
+
+    @property
+    def _keeps_writes(self) -> bool:
+        """Whether what is written to the full buffer lasts, for neither master weights nor other ranks change it."""
+        return self._aliased and self._master is None and (self._world_size == 1 or not self.trainable)
 
     def page_in(self, *, master: bool = False) -> None:
         """Tell that the shard, and maybe the master weights, are needed soon: from the disk they are read ahead."""

@@ -192,7 +192,8 @@ class Layout:
 
         Raises:
             ChunkFullError: it does not fit into what is left.
-            TypeError: its dtype or its layout cannot be stored in this chunk, or it is on the meta device.
+            TypeError: its dtype or its layout cannot be stored in this chunk, it is on the meta device, or it was made
+                under ``torch.inference_mode()``.
             ValueError: it is in this chunk already.
         """
         name = f"tensor {len(self.tensors)}" if name is None else name
@@ -203,6 +204,11 @@ class Layout:
             raise ValueError(f"{name!r} is in {self.name} already, as {known!r}.")
         if tensor.is_meta:
             raise TypeError(f"{name!r} is on the meta device, which no tensor can leave; build it where it has memory.")
+        if tensor.is_inference():
+            raise TypeError(
+                f"{name!r} was made under torch.inference_mode(); such a tensor is of no use once it has other memory. "
+                "Build the model under torch.no_grad(), or clone its parameters outside; it may run under either."
+            )
         if tensor.layout != torch.strided:
             raise TypeError(f"{name!r} has layout {tensor.layout}; a chunk holds dense tensors.")
         if tensor.dtype != self.dtype and not (tensor.is_floating_point() and self.dtype.is_floating_point):

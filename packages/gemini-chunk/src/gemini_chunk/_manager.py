@@ -38,6 +38,11 @@ class ChunkManager:
     `close` each chunk (or let `register` do it), then work: either `gather` and `release`, or, for training,
     `begin_use`, `end_use`, `take_gradient` and `finish_backward`.
 
+    A manager, with its chunks and tiers, is not for several threads at a time: nothing in it is locked, and two threads
+    of one rank would start collectives in an order that other ranks do not have. Let one thread make all calls, or put
+    one lock around them. Backward on an accelerator, which autograd runs in a thread of its own while the caller waits,
+    is one thread at a time.
+
     Args:
         device: the tier that computes; by default ``device_tier()``. On a machine without an accelerator any tier may.
         host: main memory; by default ``host_tier()``.
@@ -433,7 +438,10 @@ class ChunkManager:
         return self.full_value(tensor) if chunk.master is None else chunk.full_master(info)
 
     def load_value(self, tensor: Tensor, value: Tensor) -> None:
-        """Overwrite a tensor, its master weights included, from its full value, the same on every rank."""
+        """Overwrite a tensor, its master weights included, from its full value, the same on every rank.
+
+        Its chunk is released, unless it keeps gathered: gather it again to read the new value. See `Chunk.load`.
+        """
         chunk, info = self._entry(tensor)
         chunk.load(info, value)
 

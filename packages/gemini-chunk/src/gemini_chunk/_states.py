@@ -50,8 +50,10 @@ class TensorInfo:
         numel: number of elements.
         state: where it stands in the table of transitions.
         users: scopes that use it now.
-        version: torch's count of writes to the tensor when it was hidden.
+        version: torch's count of writes to the tensor, up to those that are known and were right.
+        address: where the view or the placeholder lies that the tensor was given last.
         forward_generation: the chunk's generation when a forward used it last; kept in debug mode.
+        begun_with: its value when its use began; kept in debug mode.
     """
 
     name: str
@@ -63,6 +65,8 @@ class TensorInfo:
     users: int = 0
     forward_generation: int | None = field(default=None, repr=False)
     version: int = field(default=0, repr=False)
+    address: int = field(default=0, init=False, repr=False)
+    begun_with: Tensor | None = field(default=None, init=False, repr=False)
     placeholder: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
     view: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
 

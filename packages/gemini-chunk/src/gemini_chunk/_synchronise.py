@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gemini_chunk._collectives import Collectives
 from gemini_chunk._states import TensorInfo
+from gemini_chunk._tensors import same_bits
 from gemini_chunk._tiers import mapped_memory
 
 Synchronise = Literal["broadcast", "check"]
@@ -95,7 +96,7 @@ class Synchroniser:
             self._unlike.append(False)
             return mine
         rank_0s = self._receive(info)
-        self._unlike.append(not _same_bits(mine, rank_0s))
+        self._unlike.append(not same_bits(mine, rank_0s))
         return rank_0s
 
     def _receive(self, info: TensorInfo) -> Tensor:
@@ -133,8 +134,3 @@ class Synchroniser:
                 f"{self._chunk} would start from values that differ from rank 0's: {'; '.join(found)}. Seed every rank "
                 'alike, or let synchronise="broadcast" give them rank 0\'s.'
             )
-
-
-def _same_bits(value: Tensor, other: Tensor) -> bool:
-    flat = value.to(other.device).contiguous().reshape(-1)
-    return torch.equal(flat.view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Reading and writing one tensor of a chunk without gathering it."""
+"""Reading, writing and comparing one tensor of a chunk without gathering it."""
 
 from __future__ import annotations
 
@@ -73,3 +73,9 @@ def assemble(chunk: Chunk, info: TensorInfo, source: Tensor, dtype: torch.dtype)
     held = held_by_rank(info, chunk.world_size, chunk.shard_numel)
     chunk._page_out()
     return torch.cat([row[:numel] for row, numel in zip(rows, held, strict=True)]).view(info.shape)
+
+
+def same_bits(value: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, the second contiguous, have the same elements in the same dtype; NaN is like itself."""
+    flat = value.detach().to(other.device).contiguous().reshape(-1)
+    return value.dtype == other.dtype and torch.equal(flat.view(torch.uint8), other.reshape(-1).view(torch.uint8))

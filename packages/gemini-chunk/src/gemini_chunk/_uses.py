@@ -1,10 +1,12 @@
-"""Which tensors of a chunk are in use, and whether backward sees the values that forward saw."""
+"""Which tensors of a chunk are in use, and whether their values are those that the chunk holds."""
 
 from __future__ import annotations
 
 from gemini_chunk._errors import ChunkError
+from gemini_chunk._full import accept_writes, is_written, refuse_writes, show
 from gemini_chunk._layout import Layout
 from gemini_chunk._states import TensorInfo, TensorState
+from gemini_chunk._tensors import same_bits
 
 
 class UsedLayout(Layout):
@@ -32,6 +34,8 @@ class UsedLayout(Layout):
             if info.state is not TensorState.READY_FOR_REDUCE:
                 info.state = TensorState.COMPUTE  # legal from all others; thousands of tensors pass here in a step
             self.users += 1
+            if self._debug and not self._keeps_writes:
+                info.begun_with = info.view.clone()
         info.users += 1
 
     def end_use(self, info: TensorInfo, *, in_backward: bool) -> None:
@@ -42,7 +46,9 @@ class UsedLayout(Layout):
             in_backward: whether its gradient is to come; of no meaning for a frozen chunk.
 
         Raises:
-            ChunkError: there was no `begin_use`; in debug mode also if the values changed between forward and backward.
+            ChunkError: there was no `begin_use`, or the tensor was written to, which does not last: where only a single
+                rank has it on the compute device, without master weights, it does. In debug mode writes by way of
+                ``.data`` are seen as well, and that values changed between forward and backward.
         """
         if info.users == 0:
             raise ChunkError(f"The use of {info.name!r} ended more often than it began.")
@@ -54,6 +60,27 @@ class UsedLayout(Layout):
             if info.state is TensorState.COMPUTE:
                 after = in_backward and self.trainable
                 info.state = TensorState.HOLD_AFTER_BWD if after else TensorState.HOLD
+            if is_written(info) or info.begun_with is not None:
+                self._settle_write(info)
+
+    @property
+    def _keeps_writes(self) -> bool:
+        """Whether what is written to a tensor that is shown lasts."""
+        return False
+
+    def _settle_write(self, info: TensorInfo) -> None:
+        """Refuse what was written to a tensor, unless it lasts or has changed nothing."""
+        begun_with, info.begun_with = info.begun_with, None
+        if info.tensor.data_ptr() != info.address:  # some move a weight and leave its value (RNN.flatten_parameters)
+            lasts = same_bits(info.tensor, info.view)
+            show((info,))
+        elif info.tensor._version != info.version:
+            lasts = self._keeps_writes
+        else:
+            lasts = begun_with is None or same_bits(info.view, begun_with)
+        accept_writes((info,))
+        if not lasts:
+            refuse_writes((info,), self.name)
 
     def _check_generation(self, info: TensorInfo, in_backward: bool) -> None:
         if not in_backward:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gemini_ddp._compiler import Uncompiled, not_compiled
 from gemini_ddp._course import Course
-from gemini_ddp._debug import LoggedStore
+from gemini_ddp._debug import LoggedStore, logger
 from gemini_ddp._errors import ZeroDDPError
 from gemini_ddp._gradients import Gradients, Slot
 from gemini_ddp._outside import ParameterReads
@@ -99,6 +99,7 @@ class Engine(Generic[ChunkT]):
         self._recomputed: dict[Scope, None] = {}
         self._watch: ParameterReads | None = None
         self._watches_next = False
+        self._has_told = False
         self._uncompiled = Uncompiled()
         self._memory: dict[int, list[tuple[int, int, nn.Parameter]]] = {}
         self._in_backward = False
@@ -217,12 +218,25 @@ class Engine(Generic[ChunkT]):
         recompute = _in_autograd()
         if scope.is_root and not recompute and (self._in_backward or not self._stack):
             self._start_pass(module.training)
+        elif self._watches_next and not self._stack and not recompute:
+            self._tell_of_call_outside(scope)
         if self._watch is None:
             self._begin(scope, recompute)
         else:
             with torch._C.DisableTorchFunction():  # what the store does with its buffers is no reading by the model
                 self._begin(scope, recompute)
                 self._remember_memory(scope.params)
+
+    def _tell_of_call_outside(self, scope: Scope) -> None:
+        """Say, once, what may be why a step was not finite: no pass sees what is read around this call."""
+        if torch.is_grad_enabled() and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "A step was not finite, and module %r is called outside of the model's forward, by another method, "
+                "say. A parameter that its caller reads there without calling the module that owns it is NaN. Call the "
+                "wrapped model, and let its forward call that method.",
+                scope.name,
+            )
 
     def _begin(self, scope: Scope, recompute: bool) -> None:
         params = list(scope.params)
@@ -245,11 +259,23 @@ class Engine(Generic[ChunkT]):
     def _end(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         use = self._stack.pop()
         scope.depth -= 1
-        params = use.params
+        recompute = _in_autograd()
+        failed = True
+        try:
+            self._end_use(use, args, kwargs, output, recompute)
+            failed = output is None
+        finally:
+            if scope.is_root and not recompute and not self._stack:
+                self._stop_watching()
+                self._course.finish_pass(failed=failed)
+
+    def _end_use(
+        self, use: _Use, args: tuple[object, ...], kwargs: dict[str, object], output: object, recompute: bool
+    ) -> None:
+        scope, params = use.scope, use.params
         tensors = list(walk_tensors(output))
         if self._stack:
             self._pin_what_escapes(tensors)
-        recompute = _in_autograd()
         if not recompute:
             self._course.note_end_of_call(scope)
         if recompute and torch.is_grad_enabled() and not scope.in_backward:
@@ -265,9 +291,6 @@ class Engine(Generic[ChunkT]):
             self._hook_outputs(use, args, kwargs, tensors)
         elif scope.expects:  # re-entrant checkpoints call it without gradients, and again in backward
             scope.reaches_backward = True
-        if scope.is_root and not recompute and not self._stack:
-            self._stop_watching()
-            self._course.finish_pass(failed=output is None)
 
     def _start_pass(self, training: bool) -> None:
         """Begin the model's forward."""
@@ -327,12 +350,16 @@ class Engine(Generic[ChunkT]):
 
     def _parameter_of(self, tensor: Tensor) -> nn.Parameter | None:
         """Return the managed parameter that a tensor is or shares memory with."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # within vmap or grad
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         if isinstance(tensor, nn.Parameter):
             return tensor if tensor in self._store else None
-        if tensor.layout != torch.strided:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a sparse tensor, say, has none
             return None
         start = tensor.storage_offset()
-        for first, end, param in self._memory.get(tensor.untyped_storage()._cdata, ()):
+        for first, end, param in self._memory.get(storage._cdata, ()):
             if first <= start < end:
                 return param
         return None

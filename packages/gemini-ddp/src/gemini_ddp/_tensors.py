@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
@@ -41,9 +42,13 @@ def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
             return value
         if type(value) is dict:
             return items
-        # A ModelOutput is a dict and a dataclass; it is built from its fields.
-        build: Callable[..., object] = type(value)
-        return build(**items) if hasattr(value, "__dataclass_fields__") else build(items)
+        if hasattr(value, "__dataclass_fields__"):  # a ModelOutput is built from its fields
+            build: Callable[..., object] = type(value)
+            return build(**items)
+        changed = copy.copy(value)  # only the class knows how to build a defaultdict, say
+        for key, item in items.items():
+            changed[key] = item
+        return changed
     if isinstance(value, (list, tuple)):
         entries = [map_tensors(item, change) for item in value]
         if all(new is old for new, old in zip(entries, value, strict=True)):

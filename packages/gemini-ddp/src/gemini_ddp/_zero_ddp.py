@@ -87,7 +87,7 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
             debug=debug_is_asked_for() if debug is None else debug,
             scales_loss=scales_loss,
         )
-        self._state_hook = module.register_state_dict_pre_hook(_refuse_placeholders)
+        self._handles = [module.register_state_dict_pre_hook(_refuse_placeholders)]
         setattr(module, _MARK, True)
         self.training = module.training
 
@@ -166,7 +166,8 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
     def detach(self) -> nn.Module:
         """Take the hooks off and return the module; its parameters stay in the store."""
         self._engine.remove_hooks()
-        self._state_hook.remove()
+        for handle in self._handles:
+            handle.remove()
         setattr(self.module, _MARK, False)
         return self.module
 
@@ -174,12 +175,16 @@ class ZeroDDP(nn.Module, Generic[ChunkT]):
         """Return a plain copy of the module, not wrapped, with full values on the CPU; every rank calls it.
 
         It has the working dtype, and may be called, trained or wrapped on its own: as a reference or an average, say.
+        Its parameters have the classes and the attributes of the model's.
         """
-        named = {id(param): param for param in self.module.parameters() if param in self.store}
-        for key, param in named.items():
-            memo[key] = nn.Parameter(self.store.full_value(param).cpu(), requires_grad=param.requires_grad)
+        managed = [param for param in self.module.parameters() if param in self.store]
+        for param in managed:
+            value = self.store.full_value(param).cpu()
+            memo[id(param)] = Tensor._make_subclass(type(param), value, param.requires_grad)
+        for param in managed:
+            vars(memo[id(param)]).update(copy.deepcopy(vars(param), memo))
         # A copied handle removes the copied hook.
-        copied, handles = copy.deepcopy((self.module, [*self._engine.handles, self._state_hook]), memo)
+        copied, handles = copy.deepcopy((self.module, [*self._engine.handles, *self._handles]), memo)
         for handle in handles:
             handle.remove()
         setattr(copied, _MARK, False)

@@ -52,7 +52,8 @@ class ChunkStore(Protocol[ChunkT]):
     def end_use(self, tensors: Iterable[Tensor], *, in_backward: bool) -> None:
         """Undo one `begin_use`; ``in_backward`` tells that the parameters' gradients follow.
 
-        Raise RuntimeError where no use was begun.
+        Raise RuntimeError where no use was begun. A store may raise as well where it sees that a parameter was written
+        to, which would be lost; the use has ended then.
         """
 
     def take_gradients(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -87,7 +88,10 @@ class ChunkStore(Protocol[ChunkT]):
         """Return a copy of a parameter's full value, shape of the parameter, on the compute device."""
 
     def load_value(self, tensor: Tensor, value: Tensor) -> None:
-        """Overwrite a parameter from its full value, the same on every rank; raise ValueError for another shape."""
+        """Overwrite a parameter from its full value, the same on every rank; raise ValueError for another shape.
+
+        The parameter's chunk may be released by it.
+        """
 
     def memory_usage(self) -> Mapping[str, Mapping[str, int | None]]:
         """Return bytes ``used``, ``peak`` and ``capacity`` of each tier."""
