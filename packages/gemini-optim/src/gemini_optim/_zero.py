@@ -60,8 +60,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ``optim`` already has is taken over. A model has one optimizer: one that is built later, over the same parameters or
     more of them, replaces it.
 
-    Step, save and load by this one. ``optim`` sees neither gradients nor states: its own ``step()`` finds nothing to do,
-    and its ``state_dict()`` is empty. A state that is loaded there is taken over at the next step.
+    Step, save and load by this one. ``optim`` sees neither gradients nor states: its own ``step()`` finds nothing to
+    do, and its ``state_dict()`` is empty. A state that is loaded there is taken over at the next step.
 
     Args:
         optim: any element-wise optimizer, built on the parameters of the user's model. Frozen parameters may be there;
