@@ -82,7 +82,7 @@ class BegunStep:
             Exception: whatever a shard or the optimizer has raised; see `can_go_on`.
         """
         if not self._runs:
-            self.can_go_on = False
+            self.can_go_on = False  # it calls the optimizer, too
             self._blocks.begin_step(self._device)
             self.can_go_on = self._runs = True
         self._keep_updated()

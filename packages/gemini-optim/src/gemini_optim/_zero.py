@@ -226,6 +226,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         grads, error, is_lost = take_grads(self._model.shards)
         active = self._active(grads)
         parts = [part_of(grads[piece.shard_index], piece) for piece in active]
+        # No rank goes on unless all have gradients of the same chunks; where one has an error, all look why.
         tag = 0 if error is not None else 1 + zlib.crc32(bytes(grad is not None for grad in grads)) % 2**20
         norm, alike = total_norm(parts, self.norm_type, self._model.process_group, exact=self.max_norm > 0.0, tag=tag)
         if error is not None or not alike:
