@@ -86,8 +86,9 @@ class Spectral(nn.Module):
         self.last = nn.Linear(6, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft(self.first(inputs).float()) * self.weight
-        return self.last(torch.fft.irfft(spectrum, n=6).to(self.last.weight.dtype))
+        spectrum = torch.fft.rfft(self.first(inputs)) * self.weight
+        output: Tensor = self.last(torch.fft.irfft(spectrum, n=6))
+        return output
 
 
 def check_complex(rank: int, world_size: int) -> None:

@@ -16,7 +16,8 @@ class GeminiOptimizer(ZeroOptimizer):
     """An optimizer over the shards of a `GeminiDDP`.
 
     Args:
-        optim: any element-wise optimizer, built on the model's parameters; it keeps its identity.
+        optim: any element-wise optimizer, built on the model's parameters; it keeps its identity. Step, save and load
+            by this one: ``optim.step()`` finds no gradients, and ``optim.state_dict()`` no states.
         module: the wrapped model.
         initial_scale: first loss scale (fp16).
         min_scale: smallest loss scale.

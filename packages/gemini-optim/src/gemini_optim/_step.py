@@ -14,7 +14,7 @@ from gemini_optim._pieces import Piece, StateMemory
 from gemini_optim._update import BlockUpdate, batches
 from gemini_optim.interfaces import OptimShard
 
-__all__ = ["BegunStep", "Failure", "agree_on_failure", "part_of"]
+__all__ = ["BegunStep", "Failure", "agree_on_failure", "part_of", "take_grads"]
 
 Failure = Literal["none", "repeatable", "final"]
 _FAILURES: tuple[Failure, ...] = ("none", "repeatable", "final")
@@ -82,7 +82,7 @@ class BegunStep:
             Exception: whatever a shard or the optimizer has raised; see `can_go_on`.
         """
         if not self._runs:
-            self.can_go_on = False
+            self.can_go_on = False  # it calls the optimizer, too
             self._blocks.begin_step(self._device)
             self.can_go_on = self._runs = True
         self._keep_updated()
@@ -137,6 +137,24 @@ def agree_on_failure(
     text = None if error is None else f"{type(error).__name__}: {error}"
     texts = _collectives.all_gather_objects(text, process_group)
     return _FAILURES[int(worst)], " ".join(f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+def take_grads(shards: Sequence[OptimShard]) -> tuple[list[Tensor | None], Exception | None, bool]:
+    """Return the gradient of every shard, or none, what was raised, and whether a gradient is lost with that."""
+    grads: list[Tensor | None] = []
+    for shard in shards:
+        try:
+            grads.append(shard.grad())
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            return [None] * len(shards), error, _has_none(shard)
+    return grads, None, False
+
+
+def _has_none(shard: OptimShard) -> bool:
+    try:
+        return shard.grad() is None
+    except Exception:  # it has what it had, and cannot give it yet
+        return False
 
 
 def part_of(tensor: Tensor | None, piece: Piece) -> Tensor:

@@ -51,8 +51,8 @@ class BlockUpdate:
         self._block_numel = block_numel
         self._is_known = type(optim) in _KNOWN_ADAMS
         # torch's own keep all that they change in the states of parameters.
-        known = type(optim) in _KNOWN_ADAMS or type(optim).__module__.startswith("torch.optim.")
-        self._shared = None if known else SharedValues(optim)
+        shares_none = self._is_known or type(optim).__module__.startswith("torch.optim.")
+        self._shared = None if shares_none else SharedValues(optim)
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def begin_step(self, device_of: Callable[[], torch.device]) -> None:

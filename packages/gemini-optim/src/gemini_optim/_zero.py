@@ -21,9 +21,9 @@ from gemini_optim._errors import ShardLayoutError, UnfinishedStepError
 from gemini_optim._pieces import Piece, StateMemory, cut_pieces, list_segments, split_pieces
 from gemini_optim._scaler import DynamicLossScaler
 from gemini_optim._state import SavedStates, gather_states, pieces_with_states
-from gemini_optim._step import BegunStep, Failure, agree_on_failure, part_of
+from gemini_optim._step import BegunStep, Failure, agree_on_failure, part_of, take_grads
 from gemini_optim._update import BlockUpdate
-from gemini_optim.interfaces import OptimShard, ShardedModel
+from gemini_optim.interfaces import ShardedModel
 
 __all__ = ["ZeroOptimizer"]
 
@@ -59,6 +59,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     parameters of the model that ``optim`` does not have are not updated and do not count in the norm. State that
     ``optim`` already has is taken over. A model has one optimizer: one that is built later, over the same parameters or
     more of them, replaces it.
+
+    Step, save and load by this one. ``optim`` sees neither gradients nor states: its own ``step()`` finds nothing to
+    do, and its ``state_dict()`` is empty. A state that is loaded there is taken over at the next step.
 
     Args:
         optim: any element-wise optimizer, built on the parameters of the user's model. Frozen parameters may be there;
@@ -234,10 +237,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _begin(self, loss: float | None) -> BegunStep | None:
         """Return the step that is to be taken, or None if all ranks skip it."""
         self._adopt_users_changes()
-        grads, error, is_lost = self._grads()
+        grads, error, is_lost = take_grads(self._model.shards)
         self._memory.follow(self._pieces, self._optim.param_groups)
         active = self._active(grads)
         parts = [part_of(grads[piece.shard_index], piece) for piece in active]
+        # No rank goes on unless all have gradients of the same chunks; where one has an error, all look why.
         tag = 0 if error is not None else 1 + zlib.crc32(bytes(grad is not None for grad in grads)) % 2**20
         norm, alike = total_norm(parts, self.norm_type, self._model.process_group, exact=self.max_norm > 0.0, tag=tag)
         if error is not None or not alike:
@@ -275,16 +279,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if error is not None:
                 error.add_note(_ALL_DROPPED)
         raise error or RuntimeError(f"The ranks cannot begin the step. {text}")
-
-    def _grads(self) -> tuple[list[Tensor | None], Exception | None, bool]:
-        """Return the gradient of every shard, or none, what was raised, and whether a gradient is lost with that."""
-        grads: list[Tensor | None] = []
-        for shard in self._model.shards:
-            try:
-                grads.append(shard.grad())
-            except Exception as error:  # whatever it is, the other ranks must hear of it
-                return [None] * len(self._model.shards), error, _has_none(shard)
-        return grads, None, False
 
     def _go_on(self, step: BegunStep) -> None:
         """Finish a step. [Note: A step that fails]."""
@@ -610,13 +604,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 def _optimizers_of(model: ShardedModel) -> list[ZeroOptimizer]:
     return [optimizer for optimizer in _living if optimizer._model is model and not optimizer._is_replaced]
-
-
-def _has_none(shard: OptimShard) -> bool:
-    try:
-        return shard.grad() is None
-    except Exception:  # it has what it had, and cannot give it yet
-        return False
 
 
 def _what_is_left(step: BegunStep) -> str:
