@@ -129,3 +129,40 @@ def check_advice(rank: int, world_size: int, precision: str) -> int:
 def test_the_capacity_that_a_refusal_of_auto_advises_is_not_refused(precision: str, world_size: int) -> None:
     followed = run_ranks(check_advice, world_size, precision)
     assert min(followed) == 2
+
+
+def check_level(rank: int, world_size: int, policy: str) -> list[tuple[int, int]]:
+    """Return what is in use of the device, and what is left by its account, as each forward begins."""
+    found: list[tuple[int, int]] = []
+    model = GeminiDDP(
+        Branching(),
+        precision="bf16",
+        placement_policy=policy,  # type: ignore[arg-type] # one of those
+        device_capacity=200_000,
+        max_prefetch=1,
+        **SMALL_CHUNKS,
+    )
+    device = model.chunk_manager.tier("device")
+    optimizer = GeminiAdamOptimizer(model, lr=1e-2)
+
+    def look(*_: object) -> None:
+        room = next(n for n in range(200_000, -1, -1) if device.fits(n))
+        found.append((device.used, room))
+
+    model.unwrap().register_forward_pre_hook(look)
+    for step in range(STEPS):
+        optimizer.backward(loss_of(model, rank, step))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("policy", ["static", "auto"])
+def test_ranks_have_the_same_room_where_one_has_no_states_of_what_is_never_used(policy: str) -> None:
+    by_rank = run_ranks(check_level, 3, policy)
+    unlike = 0
+    for looks in zip(*by_rank, strict=True):
+        used, room = zip(*looks, strict=True)
+        assert len(set(room)) == 1, looks
+        unlike += len(set(used)) > 1
+    assert unlike

@@ -300,12 +300,14 @@ class GeminiDDP(ZeroDDP[Chunk]):
         self.check_finished()
         auto = self._auto
         if auto is None:
+            self._level()
             return super().forward(*args, **kwargs)
         if self.is_interrupted:
             self.reset()
             auto.forget_step()
         trains = self.training and torch.is_grad_enabled()
         auto.begin_forward((args, kwargs), trains=trains, keeps_local=not self._engine.reduces)
+        self._level()
         try:
             output = super().forward(*args, **kwargs)
         except BaseException:
@@ -313,6 +315,16 @@ class GeminiDDP(ZeroDDP[Chunk]):
             raise
         auto.end_forward(failed=False)
         return output
+
+    def _level(self) -> None:
+        """Let the ranks answer alike whether the device has room: that decides what is gathered ahead.
+
+        They may have unlike bytes in use: a rank has no optimizer states of parameters that were never used, or of
+        what pads its shards.
+        """
+        device = self.chunk_manager.tier("device")
+        if device.capacity is not None:
+            device.used_elsewhere = max(used for (used,) in self._ranks.exchange([device.used])) - device.used
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """See `ZeroDDP`; with ``keep_fp32`` all parameters are in fp32, for nothing casts between the modules."""

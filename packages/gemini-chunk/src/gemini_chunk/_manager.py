@@ -366,10 +366,10 @@ class ChunkManager:
         device = self.tiers["device"]
         if device.capacity is None:
             return True
-        capacity, chunks = device.capacity, list(chunks)
+        chunks = list(chunks)
 
         def fits() -> bool:
-            return device.used + sum(chunk.missing_bytes for chunk in chunks) <= capacity
+            return device.fits(sum(chunk.missing_bytes for chunk in chunks))
 
         if not fits():
             self._buffers.make_room(fits)

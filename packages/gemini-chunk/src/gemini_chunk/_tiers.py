@@ -39,6 +39,8 @@ class Tier:
         capacity: bytes that may be in use at a time, or None.
         used: bytes in use.
         peak: largest value of ``used`` so far, or since `reset_peak`.
+        used_elsewhere: bytes that another rank has in use here beyond this one's. `fits` counts them, so that all ranks
+            answer alike; who knows the ranks sets it.
         received: bytes that came from other tiers so far, by name of the tier.
         poisons: fill memory with NaN when it is allocated and before it is freed; set in debug mode.
         incoming: copies into this tier from others; of the tier that computes it does nothing, for the others' copiers
@@ -58,6 +60,7 @@ class Tier:
         self.capacity = capacity
         self.used = 0
         self.peak = 0
+        self.used_elsewhere = 0
         self.received: dict[TierName, int] = {}
         self.poisons = False
         # A disk may take its time for a single page.
@@ -82,8 +85,8 @@ class Tier:
         self.peak = self.used
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether so many more bytes are within the capacity."""
-        return self.capacity is None or self.used + num_bytes <= self.capacity
+        """Return whether so many more bytes are within the capacity, on the rank where most is in use."""
+        return self.capacity is None or self.used + self.used_elsewhere + num_bytes <= self.capacity
 
     def charge(self, holder: str, num_bytes: int) -> None:
         """Count bytes that ``holder`` is about to take.
@@ -91,7 +94,7 @@ class Tier:
         Raises:
             TierFullError: the capacity would be exceeded; nothing is counted.
         """
-        if self.capacity is not None and not self.fits(num_bytes):
+        if self.capacity is not None and self.used + num_bytes > self.capacity:
             largest = dict(list(self.holders.items())[:_HOLDERS_NAMED])
             raise TierFullError(self.name, holder, num_bytes, self.used, self.capacity, largest)
         if num_bytes == 0:
