@@ -143,19 +143,19 @@ def check_accumulation(rank: int, world_size: int, mode: str) -> None:
     whole = unlimited.placement.needed_bytes["device"]
     activations = [activation_bytes(rank, 0), activation_bytes(rank, 12)]
     on_device = set()
-    for share in (0.3, 0.6, 0.9, 1.4):
+    for share, warmup in ((0.3, 0.2), (0.6, 0.8), (0.9, 0.2), (1.4, 0.8)):
         # What several ranks keep gathered from the start never leaves the device for inputs that grow.
-        for warmup in (0.2, 0.8) if world_size == 1 else (0.8,):
-            device = int(share * whole + 2 * activations[1])
-            losses, model, peaks = accumulate(
-                rank, mode, placement_policy="auto", device_capacity=device, warmup_non_model_data_ratio=warmup
-            )
-            assert losses == wanted, (share, warmup)
-            assert all(map(torch.equal, weights_of(model), weights)), (share, warmup)
-            for number, peak in enumerate(peaks):  # two of each step; nothing is known before the first is over
-                beside = activations[number in (5, 7)] if number else 0
-                assert peak["device"] + beside <= device, (share, warmup, number)
-            on_device.add(model.placement.resting_bytes["device"])
+        warmup = warmup if world_size == 1 else 0.8
+        device = int(share * whole + 2 * activations[1])
+        losses, model, peaks = accumulate(
+            rank, mode, placement_policy="auto", device_capacity=device, warmup_non_model_data_ratio=warmup
+        )
+        assert losses == wanted, (share, warmup)
+        assert all(map(torch.equal, weights_of(model), weights)), (share, warmup)
+        for number, peak in enumerate(peaks):  # two of each step; nothing is known before the first is over
+            beside = activations[number in (5, 7)] if number else 0
+            assert peak["device"] + beside <= device, (share, warmup, number)
+        on_device.add(model.placement.resting_bytes["device"])
     assert len(on_device) > 2, "more room is used"
 
 
@@ -209,26 +209,25 @@ def check_resumption(rank: int, world_size: int, mode: str) -> None:
     wanted, unlimited, _ = accumulate(rank, mode, steps=5)
     whole = unlimited.placement.needed_bytes["device"]
     activations = activation_bytes(rank, 12)
-    for share in (0.4, 0.7, 1.2):
-        for warmup in (0.1, 0.8):
-            limits: dict[str, Any] = {
-                "placement_policy": "auto",
-                "device_capacity": int(share * whole + 2 * activations),
-                "warmup_non_model_data_ratio": warmup,
-            }
-            losses, model, peaks = accumulate(rank, mode, steps=5, resumed=True, **limits)
-            assert losses == wanted, (share, warmup)
-            assert all(peak["device"] <= limits["device_capacity"] for peak in peaks)
-            for shard in model.shards:
-                place = model.placement.of(shard.chunk)
-                assert (shard.chunk.tier, shard.states_tier) == (place.param_tier, place.optim_tier), (share, warmup)
-            # What is counted in `resting_bytes` and not there between steps: padding, and the sum of gradients.
-            absent: dict[TierName, int] = {"device": 0, "host": 0}
-            for chunk in model.chunk_manager.chunks:
-                absent[model.placement.of(chunk).optim_tier] += chunk.sum_bytes + chunk.padding_bytes
-            for name, amount in absent.items():
-                used = model.memory_usage()[name]["used"]
-                assert used == model.placement.resting_bytes[name] - amount, (share, warmup, name)
+    for share, warmup in ((0.4, 0.1), (0.7, 0.8), (1.2, 0.1)):
+        limits: dict[str, Any] = {
+            "placement_policy": "auto",
+            "device_capacity": int(share * whole + 2 * activations),
+            "warmup_non_model_data_ratio": warmup,
+        }
+        losses, model, peaks = accumulate(rank, mode, steps=5, resumed=True, **limits)
+        assert losses == wanted, (share, warmup)
+        assert all(peak["device"] <= limits["device_capacity"] for peak in peaks)
+        for shard in model.shards:
+            place = model.placement.of(shard.chunk)
+            assert (shard.chunk.tier, shard.states_tier) == (place.param_tier, place.optim_tier), (share, warmup)
+        # What is counted in `resting_bytes` and not there between steps: padding, and the sum of gradients.
+        absent: dict[TierName, int] = {"device": 0, "host": 0}
+        for chunk in model.chunk_manager.chunks:
+            absent[model.placement.of(chunk).optim_tier] += chunk.sum_bytes + chunk.padding_bytes
+        for name, amount in absent.items():
+            used = model.memory_usage()[name]["used"]
+            assert used == model.placement.resting_bytes[name] - amount, (share, warmup, name)
 
 
 @pytest.mark.distributed
