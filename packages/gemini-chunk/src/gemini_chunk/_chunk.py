@@ -75,7 +75,6 @@ class Chunk(HeldLayout):
         super().__init__(
             numel,
             dtype,
-            device=device,
             rank=self._collectives.rank,
             world_size=self._collectives.world_size,
             name=name,
@@ -83,6 +82,7 @@ class Chunk(HeldLayout):
             state_numel=state_numel,
             accumulates=accumulates,
         )
+        self._start_empty(device)
         self.users = 0
         self.gathers = 0
         self.sent_bytes = 0

@@ -17,34 +17,10 @@ class HeldLayout(UsedLayout):
     [Note: Bytes held once]
     A chunk that stays gathered, and a chunk of a single rank that rests on the compute device, hold their bytes once:
     the shard is this rank's slice of the full buffer.
-
-    Args:
-        device: the tier that computes; the others are those of `Layout`.
     """
 
-    def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        device: Tier,
-        rank: int,
-        world_size: int,
-        name: str,
-        trainable: bool,
-        state_numel: int,
-        accumulates: bool,
-    ) -> None:
-        super().__init__(
-            numel,
-            dtype,
-            rank=rank,
-            world_size=world_size,
-            name=name,
-            trainable=trainable,
-            state_numel=state_numel,
-            accumulates=accumulates,
-        )
+    def _start_empty(self, device: Tier) -> None:
+        """Begin without memory; `device` is the tier that computes."""
         self._device = device
         self._set_empty()
 
