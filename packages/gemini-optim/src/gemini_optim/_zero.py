@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import math
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, overload
@@ -18,6 +16,7 @@ from torch.profiler import record_function
 from gemini_optim import _collectives
 from gemini_optim._clip import SUPPORTED_NORMS, clip_coefficient, total_norm
 from gemini_optim._errors import ShardLayoutError, UnfinishedStepError
+from gemini_optim._one_per_model import replace, replaceable_by
 from gemini_optim._pieces import Piece, StateMemory, cut_pieces, list_segments, split_pieces
 from gemini_optim._scaler import DynamicLossScaler
 from gemini_optim._state import SavedStates, gather_states, pieces_with_states
@@ -38,11 +37,6 @@ _WHOLE_PARAMETER: Final = (
 )
 
 _ALL_DROPPED: Final = "The gradients of all ranks are dropped. Go on with the next forward and backward."
-
-# [Note: One optimizer for a model]
-# A step takes the gradients of all shards and drops them: a second optimizer, over other parameters of the model, would
-# find none, and nothing would move. Over the same parameters it takes the place of the first.
-_living: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -128,15 +122,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._warned = False
         self._begun: BegunStep | None = None
         self._is_replaced = False
-        others = self._others()
+        others = replaceable_by(self)
         # The way torch restores an optimizer: it makes this one complete without copying the groups, whose dicts
         # (and their list) stay those of `optim`.
         self.__setstate__({"defaults": optim.defaults, "state": optim.state, "param_groups": optim.param_groups})
         self._pieces: list[Piece] = []
         self._lay_out()
-        for other in others:
-            other._is_replaced = True
-        _living.add(self)
+        replace(others, self)
 
     @staticmethod
     def check(optim: torch.optim.Optimizer | None, *, max_norm: float = 0.0, norm_type: float = 2.0) -> None:
@@ -489,32 +481,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _params(self) -> list[Tensor]:
         return [param for group in self._optim.param_groups for param in group["params"]]
 
-    def _others(self) -> list[ZeroOptimizer]:
-        """Return the optimizers that the model has, if they may be replaced. [Note: One optimizer for a model].
-
-        Raises:
-            ValueError: this one lacks some of their parameters.
-            UnfinishedStepError: one of them has to finish a step.
-        """
-        if self._lacking():
-            gc.collect()  # what the user has let go of may be in a cycle, as a scheduler makes one
-        if lacking := self._lacking():
-            raise ValueError(
-                f"The model already has an optimizer, and {lacking} of its trainable parameters are not in this one. "
-                "The first of the two to step would drop the gradients of the other: put both into one optimizer, as "
-                "parameter groups, or let go of the first."
-            )
-        others = _optimizers_of(self._model)
-        for other in others:
-            other.check_finished()
-        return others
-
-    def _lacking(self) -> int:
-        """Count the trainable parameters of the model's optimizers that this one does not have."""
-        mine = set(self._params())
-        theirs = {param for other in _optimizers_of(self._model) for param in other._params()}
-        return sum(param.requires_grad for param in theirs - mine)
-
     def _lay_out(self) -> None:
         """Number the parameters, find their slices in the shards and cut pieces. Collective."""
         params = self._params()
@@ -600,10 +566,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         elif self.verbose or not self._warned:
             self._warned = True
             logger.warning("A gradient is not finite: step skipped on every rank.")
-
-
-def _optimizers_of(model: ShardedModel) -> list[ZeroOptimizer]:
-    return [optimizer for optimizer in _living if optimizer._model is model and not optimizer._is_replaced]
 
 
 def _what_is_left(step: BegunStep) -> str:
