@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeVar
@@ -13,22 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini_chunk._buffers import GradientBuffers
 from gemini_chunk._chunk import Chunk
 from gemini_chunk._collectives import Collectives, Done, Handle, make_collectives
 from gemini_chunk._describe import table
 from gemini_chunk._errors import ChunkError, TierFullError
 from gemini_chunk._layout import even_numel
 from gemini_chunk._read_ahead import ReadAhead
+from gemini_chunk._reductions import Reductions
 from gemini_chunk._states import TensorInfo
 from gemini_chunk._synchronise import Synchronise
 from gemini_chunk._tiers import Tier, TierName, device_tier, host_tier
 
 _ResultT = TypeVar("_ResultT")
 _DONE = Done()
-
-# One buffer is filled while one is being reduced: more would only hold memory.
-_REDUCTIONS_IN_FLIGHT = 1
 
 
 class ChunkManager:
@@ -75,12 +71,9 @@ class ChunkManager:
         self._numbers = itertools.count()
         # By id, for a tensor's own hash is a Python function; the chunks keep the tensors alive.
         self._chunk_of: dict[int, tuple[Chunk, TensorInfo]] = {}
-        self._buffers = GradientBuffers(
-            self.tiers["device"], self._land, self._finish_reductions, self._release_unused, self._set_gradient_aside
-        )
+        computes, *others = self.tiers.values()
+        self._reductions = Reductions(self._chunks, computes, others, self.release)
         self._read_ahead = ReadAhead()
-        self._in_flight: deque[Chunk] = deque()
-        self._landing: list[Chunk] = []
         self._reduced: set[Chunk] = set()
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -244,8 +237,7 @@ class ChunkManager:
                 group.remove(chunk)
                 if not group:
                     del self._groups[name]
-        self._in_flight = deque(other for other in self._in_flight if other is not chunk)
-        self._landing = [other for other in self._landing if other is not chunk]
+        self._reductions.forget(chunk)
         self._reduced.discard(chunk)
 
     def tier(self, name: TierName) -> Tier:
@@ -353,7 +345,7 @@ class ChunkManager:
             return gather()
         except TierFullError as error:
             self._forget_fetched(())
-            self._buffers.make_room(partial(self.tiers["device"].fits, error.asked_bytes))
+            self._reductions.buffers.make_room(partial(self.tiers["device"].fits, error.asked_bytes))
             return gather()
 
     def has_room(self, chunks: Iterable[Chunk]) -> bool:
@@ -372,7 +364,7 @@ class ChunkManager:
             return device.fits(sum(chunk.missing_bytes for chunk in chunks))
 
         if not fits():
-            self._buffers.make_room(fits)
+            self._reductions.buffers.make_room(fits)
         for kept in (chunks, ()):
             if not fits():
                 self._forget_fetched(kept)
@@ -382,30 +374,6 @@ class ChunkManager:
         for chunk in self._chunks:
             if chunk not in kept:
                 chunk.forget_fetched()
-
-    def _set_gradient_aside(self) -> bool:
-        """Bring off the device the gradients of one chunk that waits for others, the one that has waited longest."""
-        _, *others = self.tiers.values()
-        return any(chunk.set_gradient_aside(tier) for chunk in reversed(self._chunks) for tier in others)
-
-    def _release_unused(self) -> None:
-        for chunk in self._chunks:
-            if chunk.is_closed:
-                self.release(chunk)
-
-    def _finish_reductions(self) -> None:
-        while self._in_flight:
-            self._finish_first_reduction()
-        self._land()
-
-    def _finish_first_reduction(self) -> None:
-        self._in_flight[0].wait_reduce()  # stays first where its tier is full: another wait goes on from there
-        self._landing.append(self._in_flight.popleft())
-
-    def _land(self) -> None:
-        """Wait for gradients on their way to host or disk: no more than one chunk's takes memory of the device."""
-        while self._landing:
-            self._landing.pop().wait_gradient()
 
     def release(self, chunk: Chunk | Tensor) -> None:
         """Give the chunk's full buffer back, unless it keeps gathered or one of its tensors is in use."""
@@ -496,7 +464,7 @@ class ChunkManager:
             Whether every tensor of the chunk has a gradient now: `start_reduce` may follow, on all ranks or on none.
         """
         chunk, info = self._entry(tensor)
-        return chunk.take_gradients([(info, gradient)], self._buffers)
+        return chunk.take_gradients([(info, gradient)], self._reductions.buffers)
 
     def take_gradients(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Take local gradients of several tensors: many small ones take less time together.
@@ -510,7 +478,7 @@ class ChunkManager:
             by_chunk.setdefault(chunk, []).append((info, gradient))
         with torch._C._DisableTorchDispatch():  # see `Tier.allocate`
             for chunk, taken in by_chunk.items():
-                chunk.take_gradients(taken, self._buffers)
+                chunk.take_gradients(taken, self._reductions.buffers)
 
     def start_reduce(self, chunk: Chunk | Tensor) -> Handle:
         """Start to average a chunk's gradients over the ranks; every rank calls it for the same chunks in one order.
@@ -520,16 +488,7 @@ class ChunkManager:
         """
         chunk = self._chunk(chunk)
         self._reduced.add(chunk)
-        return self._reduce(chunk)
-
-    def _reduce(self, chunk: Chunk) -> Handle:
-        self._land()
-        while len(self._in_flight) >= _REDUCTIONS_IN_FLIGHT:
-            self._finish_first_reduction()
-        handle = chunk.start_reduce(self._buffers)
-        (self._landing if self.world_size == 1 else self._in_flight).append(chunk)
-        self.release(chunk)
-        return handle
+        return self._reductions.start(chunk)
 
     def finish_backward(self, unused: Set[Tensor] = frozenset(), *, keep_local: bool = False) -> None:
         """Reduce what is left and bring every chunk to rest; every rank calls it after each backward.
@@ -547,7 +506,6 @@ class ChunkManager:
                     self.end_use((info.tensor,), in_backward=chunk.trainable)
         if not keep_local:
             self._reduce_rest(unused)
-        self._in_flight.clear()
         self._reduced.clear()
         self.rest()
 
@@ -557,32 +515,30 @@ class ChunkManager:
             used = [info for info in chunk.tensors if info.tensor not in unused]
             chunk.note_gradients(used)
             if used and chunk not in self._reduced:
-                self._reduce(chunk)
-        self._finish_reductions()
+                self._reductions.start(chunk)
+        self._reductions.finish()
         # Gradients that came after their chunk had been reduced (a parameter used again by re-entrant recompute).
         for chunk in chunks:
             if chunk.has_local_gradient:
-                self._reduce(chunk)
-                self._finish_reductions()
+                self._reductions.start(chunk)
+                self._reductions.finish()
 
     def rest(self) -> None:
         """Release every chunk that nobody uses and give the gradient buffers back."""
-        self._land()
+        self._reductions.land()
         for chunk in self._chunks:
             if chunk.is_closed:
                 chunk.settle_states()
                 self.release(chunk)
-        self._buffers.clear()
+        self._reductions.buffers.clear()
 
     def reset(self) -> None:
         """Return to rest after an interrupted step; gradients of that step are dropped."""
         for chunk in self._chunks:
             if chunk.is_closed:
                 chunk.reset()
-        self._in_flight.clear()
-        self._landing.clear()
+        self._reductions.forget_all()
         self._reduced.clear()
-        self._buffers.clear()
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
