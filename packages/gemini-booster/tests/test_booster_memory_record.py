@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini_booster.zero import GeminiAdamOptimizer, GeminiDDP
-from gemini_placement import MemStats, PlacementError
+from gemini_placement import AutoPlacementPolicy, MemStats, PlacementError
 from gemini_placement.tracer import trace_model
 
 SMALL: dict[str, Any] = {"min_chunk_size_m": 0.0005, "search_range_m": 0.0005, "hidden_dim": 16, "precision": "bf16"}
@@ -163,6 +163,26 @@ def test_inputs_may_grow_and_shrink_with_the_settings_as_they_come(length: int) 
         assert step(model, optimizer, each) == step(whole, wanted, each)
     assert {shard.states_tier for shard in model.shards} == {"host"}, "states leave first"
     assert {chunk.tier for chunk in model.chunk_manager.chunks} == {"device" if length == 60 else "host"}
+
+
+def test_what_cannot_leave_the_device_is_not_tried_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    evictions = 0
+    evict = AutoPlacementPolicy.evict
+
+    def counting(*args: Any, **settings: Any) -> Any:
+        nonlocal evictions
+        evictions += 1
+        return evict(*args, **settings)
+
+    monkeypatch.setattr(AutoPlacementPolicy, "evict", counting)
+    model = GeminiDDP(Chain(), placement_policy="auto", device_capacity=40_000, **SMALL)
+    optimizer = GeminiAdamOptimizer(model)
+    found = []
+    for length in (8, 8, 90, 90, 100, 8, 90):
+        step(model, optimizer, length)
+        found.append(evictions)
+    assert found[1] < found[2], "it makes room for a longer batch"
+    assert found[2] == found[-1], "there is no more to be made"
 
 
 def test_where_less_memory_trains_more_does(caplog: pytest.LogCaptureFixture) -> None:

@@ -72,7 +72,7 @@ class AutoRun:
         self._exchange: Exchange = lambda numbers: [list(numbers)]
         self._carrier = Carrier(manager, (), self._exchange)
         self.first_step: FirstStep | None = None
-        self._is_moving = self._has_warned = False
+        self._is_moving = self._has_warned = self._is_least = False
         self._elements = self._budget = self._local_bytes = 0
         self._trace: Trace[Chunk] | None = None
         self.placement = self._place()
@@ -203,7 +203,7 @@ class AutoRun:
             # What else a step takes is taken to grow with its inputs.
             room = whole - (whole - room) * max(self._elements, elements) // max(1, self._elements)
         limit = room - self._local_bytes
-        if is_new or limit < self._least:
+        if is_new or (limit < self._least and not self._is_least):
             self._evict(limit)
         here, least = self.placement, self._least
         if self._is_moving:
@@ -232,6 +232,7 @@ class AutoRun:
         Parameters whose place a gradient has do so when the next step begins.
         """
         self.placement, self._least = self._within(limit, self.placement)
+        self._is_least = self._least > limit  # no later step need try to have less there
         self._is_moving = True
         self._move()
         if self._is_moving:
@@ -305,6 +306,7 @@ class AutoRun:
         self._budget = -self._most(-self._policy.model_bytes(self._total, self.memstats))
         self.placement, plan, peak = self._fit(trace)
         self._least = max(min(peak, self._needs(self.placement)), self.placement.needed_bytes["device"])
+        self._is_least = False
         self._is_moving = True
         return plan
 
@@ -434,4 +436,5 @@ class AutoRun:
         if not self._carrier.carry(self.placement):
             self.placement = self._placed(self._carrier.places)
             self._least = self._needs(self.placement)
+            self._is_least = False
         self._is_moving = False
