@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -23,16 +25,33 @@ def not_compiled(function: FunctionT) -> FunctionT:
     """
     alone = _apart()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return alone(function, args, kwargs) if torch.compiler.is_dynamo_compiling() else function(*args, **kwargs)
+    def call(*args: Any) -> Any:
+        return alone(function, args) if is_dynamo_compiling() else function(*args)
 
     return cast("FunctionT", call)
+
+
+def hook_of(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method as long as its object lives: hooks live as long as what they hang on.
+
+    No compiler traces it, see `not_compiled`.
+    """
+    alone = _apart()
+    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined] # of a method
+
+    def call(*args: Any) -> Any:
+        if is_dynamo_compiling():
+            return alone(call, args)
+        target = reference()
+        return None if target is None else function(target, *args)
+
+    return call
 
 
 @functools.cache
 def _apart() -> Callable[..., Any]:
     """Return a function that calls another one where the compiler does not look."""
-    alone: Callable[..., Any] = torch.compiler.disable(lambda function, args, kwargs: function(*args, **kwargs))
+    alone: Callable[..., Any] = torch.compiler.disable(lambda function, args: function(*args))
     return alone
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from torch import nn
@@ -14,7 +14,7 @@ from gemini_ddp._errors import ZeroDDPError
 from gemini_ddp._gradients import Gradients, any_of, chosen, length, to_numbers
 from gemini_ddp._ranks import Ranks
 from gemini_ddp._recording import Recorded, make_trace
-from gemini_ddp._schedule import RecordedTrace, Schedule, plan_text
+from gemini_ddp._schedule import Entry, RecordedTrace, Schedule, plan_text
 from gemini_ddp._scopes import Scope
 from gemini_ddp.interfaces import ChunkStore, Phase, Plan, Planner
 
@@ -33,13 +33,19 @@ _WORDS = {_END: "came to the end", _LOCAL: "entered no_sync"}
 class _Run(Generic[ChunkT]):
     """A step under way: its mode or None, and the schedule it follows or the trace it records, or neither.
 
-    ``is_incomplete`` tells that forward called what the schedule has no backward of.
+    ``holds`` tells that what it gathers stays, as far as there is room; ``is_incomplete``, that forward called what the
+    schedule has no backward of; ``has_backward``, that its mode records gradients.
     """
 
     mode: Mode | None
     schedule: Schedule[_Key, ChunkT] | None = None
     recording: list[Recorded[ChunkT]] | None = None
+    holds: bool = False
     is_incomplete: bool = False
+    has_backward: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_backward = self.mode is not None and self.mode[1]
 
 
 class BackwardUses(Protocol):
@@ -156,14 +162,15 @@ class Course(Generic[ChunkT]):
             schedule = self._schedules.get(mode)
             if schedule is not None:
                 schedule.rewind()
-            self._run = _Run(mode, schedule, [] if schedule is None else None)
+            holds = not self._scatters and not mode[1]
+            self._run = _Run(mode, schedule, [] if schedule is None else None, holds)
 
     def finish_pass(self, *, failed: bool) -> None:
         """End the model's forward; without gradients, or after an error, that is the end of the step."""
-        run, held = self._run, self._holds
+        run = self._run
         if failed:
             run.recording = None
-        if failed or run.mode is None or not run.mode[1]:
+        if failed or not run.has_backward:
             try:
                 if run.recording is not None:
                     self._agree_on_end(())
@@ -172,7 +179,7 @@ class Course(Generic[ChunkT]):
                 self._ranks.explain(error)
                 self.give_up()
                 raise
-            if failed or not held:
+            if failed or not run.holds:
                 self._idle.clear()
                 self._store.rest()
             if not failed:
@@ -227,7 +234,7 @@ class Course(Generic[ChunkT]):
         """
         run = self._run
         if run.recording and run.mode is not None:
-            if run.mode[1] and self._ranks.world_size > 1:
+            if run.has_backward and self._ranks.world_size > 1:
                 self._prepare_for_other_losses(run.recording)
             keys = [recorded.key for recorded in run.recording]
             trace = make_trace(run.recording, self._needs, late, alone=self._ranks.world_size == 1)
@@ -300,51 +307,52 @@ class Course(Generic[ChunkT]):
         """Begin the use of a scope's parameters, where the plan is, or all ranks are, at this entry."""
         self._at = (scope, phase)
         try:
-            self._arrive(scope, phase)
+            self._arrive(self._at)
             self._store.begin_use(params)
         except Exception as error:  # another rank may be why it came
             self._ranks.explain(error)
             raise
 
-    def _arrive(self, scope: Scope, phase: Phase) -> None:
+    def _arrive(self, key: _Key) -> None:
         """Gather what a scope needs, start what the plan wants early, and release what is in the way."""
-        run, key = self._run, (scope, phase)
-        if phase == "backward" and run.is_incomplete and self._ranks.world_size > 1:
+        run, (scope, phase) = self._run, key
+        if phase == "forward":
+            scope.num_calls += run.has_backward
+        elif run.is_incomplete and self._ranks.world_size > 1:
             run.schedule = None
         schedule = run.schedule
-        if phase == "forward" and run.mode is not None and run.mode[1]:
-            scope.num_calls += 1
-        on_course = schedule is not None and schedule.follows(key)
-        if on_course and schedule is not None and schedule.is_quiet and not self._debug:
+        entry = None if schedule is None else schedule.follow(key)
+        if entry is not None and entry.is_quiet and not self._debug:
+            self._end(entry.ended)
             chunks, idle = self._needs[phase][scope.index], self._idle
-            if all(chunk in idle for chunk in chunks):
+            if idle.keys() >= {*chunks}:
                 for chunk in chunks:
                     del idle[chunk]
                 return
-        if not on_course:
+        if entry is None:
             if phase == "backward":
                 self._go_along(key)
-            elif schedule is not None and run.mode is not None and run.mode[1] and (scope, "backward") not in schedule:
+            elif schedule is not None and run.has_backward and (scope, "backward") not in schedule:
                 run.is_incomplete = True  # the backwards of some ranks may come to it, where the plan has nothing
-            on_course = schedule is not None and schedule.follows(key)
-            if schedule is not None and not on_course:
+            entry = None if schedule is None else schedule.follow(key)
+            if schedule is not None and entry is None:
                 schedule.jump_to(key)
-        if schedule is not None and on_course:
+        if entry is not None:
             if self._debug:
                 self._agree(scope, phase)
-            due, ended = schedule.due, schedule.ended
+            due, ended = entry.due, entry.ended
         else:
             due, ended = self._agree(scope, phase)
         if run.recording is not None:
             run.recording.append(Recorded(key, due, ended, self._in_use(ended)))
-        self._perform(scope, phase, due, ended, on_course=on_course)
+        self._perform(scope, phase, due, ended, entry)
 
     def _in_use(self, ended: tuple[Scope, ...]) -> tuple[_Key, ...]:
         return tuple(key for key in self._uses.in_use() if key[1] == "forward" or key[0] not in ended)
 
     def note_end_of_call(self, scope: Scope) -> None:
         """Hear that a scope's call in forward is over. Backward first comes to the one that was over last."""
-        if self._run.mode is not None and self._run.mode[1]:
+        if self._run.has_backward:
             self._calls += 1
             scope.last_call = self._calls
 
@@ -354,35 +362,46 @@ class Course(Generic[ChunkT]):
             self._run.recording[-1].note_gradient(chunk)
 
     def _perform(
-        self, scope: Scope, phase: Phase, due: tuple[ChunkT, ...], ended: tuple[Scope, ...], *, on_course: bool
+        self,
+        scope: Scope,
+        phase: Phase,
+        due: tuple[ChunkT, ...],
+        ended: tuple[Scope, ...],
+        entry: Entry[_Key, ChunkT] | None = None,
     ) -> None:
-        """Do what an entry stands for, the same on a rank that needs it and on one that goes along."""
+        """Do what an entry stands for, the same on a rank that needs it and on one that goes along.
+
+        Args:
+            scope: is entered, or would be.
+            phase: in which.
+            due: chunks to reduce.
+            ended: scopes whose backward is over.
+            entry: what the plan has for it; None off the plan.
+        """
         self._end(ended)
         if due:
             self._gradients.reduce(due)
-        chunks = self._needs[phase][scope.index]
-        schedule = self._run.schedule
-        if schedule is None or not on_course or not schedule.has_plan:
-            if self._run.recording is None and self._ranks.world_size > 1:
-                self._release_idle(
-                    ()
-                )  # where a use ended on some ranks before they left the plan, others have it still
+        chunks, run = self._needs[phase][scope.index], self._run
+        if entry is None or run.schedule is None or not run.schedule.has_plan:
+            if run.recording is None and self._ranks.world_size > 1:
+                # Where a use ended on some ranks before they left the plan, others have it still.
+                self._release_idle(())
             self._gather(chunks)
             return
         idle = self._idle
-        for chunk in () if self._holds else schedule.drops:
+        for chunk in () if run.holds else entry.drops:
             if chunk in idle:
                 self._store.release(chunk)
                 del idle[chunk]
-        self._start_gathers(chunks, schedule.prefetch, schedule.fetch)
+        self._start_gathers(chunks, entry.prefetch, entry.fetch)
 
     def _end(self, scopes: Iterable[Scope]) -> None:
         """End the uses of scopes as it would have been done before this entry, by what the plan keeps there."""
-        self._is_late = True
         for scope in scopes:
             if scope.in_backward:
+                self._is_late = True
                 self._uses.end(scope)
-        self._is_late = False
+                self._is_late = False
 
     def done(self, scope: Scope) -> None:
         """Hear that nothing of a scope's backward is left on this rank; end it as soon as no other rank can tell."""
@@ -397,28 +416,21 @@ class Course(Generic[ChunkT]):
 
     def leave(self, scope: Scope, phase: Phase) -> None:
         """Release the chunks of a use that is over, or leave them idle where the next access may want them."""
-        self._release_or_keep(self._needs[phase][scope.index])
-
-    def _release_or_keep(self, chunks: Iterable[ChunkT]) -> None:
-        schedule = self._run.schedule
+        chunks, run = self._needs[phase][scope.index], self._run
+        schedule, kept = run.schedule, frozenset(chunks)
+        if schedule is not None and schedule.has_plan and not run.holds:
+            kept = schedule.resident(before=self._is_late)
         for chunk in chunks:
-            if self._holds or schedule is None or not schedule.has_plan or schedule.keeps(chunk, before=self._is_late):
+            if chunk in kept:
                 self._idle[chunk] = None
             else:
                 self._store.release(chunk)
 
     def _gather(self, chunks: tuple[ChunkT, ...]) -> None:
-        schedule = self._run.schedule
-        for chunk in [] if self._holds else [idle for idle in self._idle if idle not in chunks]:
-            if schedule is None or not schedule.keeps(chunk):
-                self._store.release(chunk)
-                del self._idle[chunk]
+        run = self._run
+        if not run.holds:
+            self._release_idle(chunks if run.schedule is None else run.schedule.resident().union(chunks))
         self._start_gathers(chunks)
-
-    @property
-    def _holds(self) -> bool:
-        """Whether what a pass without gradients has gathered stays, as far as there is room."""
-        return not self._scatters and self._run.mode is not None and not self._run.mode[1]
 
     def _start_gathers(
         self, chunks: tuple[ChunkT, ...], prefetch: tuple[ChunkT, ...] = (), fetch: tuple[ChunkT, ...] = ()
@@ -444,7 +456,8 @@ class Course(Generic[ChunkT]):
         while not self._store.has_room(chunks) and self._uses.give_back():
             self._release_idle(chunks)
 
-    def _release_idle(self, chunks: tuple[ChunkT, ...]) -> None:
+    def _release_idle(self, chunks: Collection[ChunkT]) -> None:
+        """Release all idle chunks but these."""
         for chunk in [idle for idle in self._idle if idle not in chunks]:
             self._store.release(chunk)
             del self._idle[chunk]
@@ -459,17 +472,22 @@ class Course(Generic[ChunkT]):
                 called = phase == "backward" and scope.last_call > 0
                 if self._debug and called:
                     self._agree(scope, phase)
-                self._help(scope if called else None, schedule.due, schedule.ended, on_course=True)
+                entry = schedule.current
+                self._help(scope if called else None, entry.due, entry.ended, entry)
 
     def _help(
-        self, scope: Scope | None, due: tuple[ChunkT, ...], ended: tuple[Scope, ...], *, on_course: bool = False
+        self,
+        scope: Scope | None,
+        due: tuple[ChunkT, ...],
+        ended: tuple[Scope, ...],
+        entry: Entry[_Key, ChunkT] | None = None,
     ) -> None:
         """Enter a scope's backward for the sake of other ranks; None for one that no rank can enter in this step."""
         if scope is None or self._ranks.world_size == 1:
             self._end(ended)
             self._gradients.reduce(due)
         else:
-            self._perform(scope, "backward", due, ended, on_course=on_course)
+            self._perform(scope, "backward", due, ended, entry)
             if not scope.in_backward:
                 self._uses.hold(scope)
 
@@ -519,7 +537,7 @@ class Course(Generic[ChunkT]):
         return everyones
 
     def _held(self) -> list[int]:
-        return to_numbers((scope.in_backward and not scope.is_done for scope in self._scopes), self._scopes)
+        return to_numbers([scope.in_backward and not scope.is_done for scope in self._scopes], self._scopes)
 
     def _over(self, everyones: Sequence[Sequence[int]]) -> tuple[Scope, ...]:
         """Return the scopes in backward that are over on every rank; at the end, a rank needs none."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from gemini_ddp._compiler import Uncompiled, not_compiled
+from gemini_ddp._compiler import Uncompiled, hook_of
 from gemini_ddp._course import Course
 from gemini_ddp._debug import LoggedStore, logger
 from gemini_ddp._errors import ZeroDDPError
-from gemini_ddp._gradients import Gradients, Slot
+from gemini_ddp._gradients import Gradients
 from gemini_ddp._outside import ParameterReads
 from gemini_ddp._ranks import Ranks
 from gemini_ddp._scopes import Call, Layout, Scope, find_scopes
@@ -32,7 +33,7 @@ class _Use:
     """A scope that is being called: the parameters begun for it, and the operations seen to read them."""
 
     scope: Scope
-    params: list[nn.Parameter]
+    params: tuple[nn.Parameter, ...]
     readers: dict[torch.autograd.graph.Node, None] = field(default_factory=dict)
 
 
@@ -103,7 +104,16 @@ class Engine(Generic[ChunkT]):
         self._uncompiled = Uncompiled()
         self._memory: dict[int, list[tuple[int, int, nn.Parameter]]] = {}
         self._in_backward = False
+        self._is_recorded = False
         self._reduces = True
+        # What hooks and nodes of the graph call; they may outlive the engine.
+        self._on_enter = hook_of(self._enter)
+        self._on_leave = hook_of(self._leave)
+        self._begin_backward = hook_of(self._on_output_gradients)
+        self._begin_hidden = hook_of(self._on_hidden_gradient)
+        self._end_call = hook_of(self._on_input_gradient)
+        self._take = hook_of(self._on_gradient)
+        self._end_backward = hook_of(self._finish_backward)
         self.handles = [handle for child, scope in self._scopes.items() for handle in self._hook(child, scope)]
         params = list({param: None for scope in self._scopes.values() for param in scope.params})
         self._gradients = Gradients(store, params)
@@ -123,12 +133,8 @@ class Engine(Generic[ChunkT]):
                 users.setdefault(key, []).append(scope)
         for index, slot in enumerate(self._gradients.slots):
             slot.users = users[slot.key]
-            self.handles.append(slot.param.register_post_accumulate_grad_hook(self._gradient_hook(index)))
-        # What nodes of the graph call; they may outlive the engine.
-        self._begin_backward = _weak(self._on_output_gradient)
-        self._begin_hidden = _weak(self._on_hidden_gradient)
-        self._end_call = _weak(self._on_input_gradient)
-        self._end_backward = _weak(self._finish_backward)
+            take = functools.partial(self._take, index)
+            self.handles.append(slot.param.register_post_accumulate_grad_hook(take))
 
     @property
     def deviations(self) -> int:
@@ -183,38 +189,20 @@ class Engine(Generic[ChunkT]):
         except BaseException as error:
             self._ranks.explain(error)
             while len(self._stack) > depth:
-                self._leave(self._stack[-1].scope, (), {}, None)
+                self._leave(self._stack[-1].scope, None, (), {}, None)
             raise
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _hook(self, module: nn.Module, scope: Scope) -> Iterator[Any]:
-        reference = weakref.ref(self)
-
-        def before(called: nn.Module, _: tuple[object, ...]) -> None:
-            if not scope.is_covered and (engine := reference()) is not None:
-                engine._enter(scope, called)
-
-        def after(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-            if scope.depth and (engine := reference()) is not None:
-                engine._leave(scope, args, kwargs, output)
-
-        yield module.register_forward_pre_hook(not_compiled(before), prepend=True)
+        yield module.register_forward_pre_hook(functools.partial(self._on_enter, scope), prepend=True)
         # Also after an exception, and after recompute that stops early: a scope that was entered is always left.
-        yield module.register_forward_hook(not_compiled(after), with_kwargs=True, always_call=True)
+        after = functools.partial(self._on_leave, scope)
+        yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
-    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
-        reference = weakref.ref(self)
-
-        def take(param: Tensor) -> None:
-            gradient = param.grad
-            if gradient is not None and (engine := reference()) is not None:
-                param.grad = None
-                engine._on_gradient(engine._gradients.slots[index], gradient)
-
-        return not_compiled(take)
-
-    def _enter(self, scope: Scope, module: nn.Module) -> None:
+    def _enter(self, scope: Scope, module: nn.Module, _: tuple[object, ...]) -> None:
+        if scope.cover is not None and scope.is_covered:
+            return
         recompute = _in_autograd()
         if scope.is_root and not recompute and (self._in_backward or not self._stack):
             self._start_pass(module.training)
@@ -239,7 +227,7 @@ class Engine(Generic[ChunkT]):
             )
 
     def _begin(self, scope: Scope, recompute: bool) -> None:
-        params = list(scope.params)
+        params = scope.params
         if recompute and scope.in_backward:
             self._store.begin_use(params)
         else:
@@ -247,22 +235,21 @@ class Engine(Generic[ChunkT]):
         self._stack.append(_Use(scope, params))
         scope.depth += 1
 
-    def _leave(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+    def _leave(
+        self, scope: Scope, _: nn.Module | None, args: tuple[object, ...], kwargs: dict[str, object], output: object
+    ) -> None:
         if not self._stack or self._stack[-1].scope is not scope:
-            return  # entering failed: nothing was begun
-        if self._watch is None:
-            self._end(scope, args, kwargs, output)
-        else:
-            with torch._C.DisableTorchFunction():
-                self._end(scope, args, kwargs, output)
-
-    def _end(self, scope: Scope, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+            return  # entering failed, or a call of the cover is under way: nothing was begun
         use = self._stack.pop()
         scope.depth -= 1
         recompute = _in_autograd()
         failed = True
         try:
-            self._end_use(use, args, kwargs, output, recompute)
+            if self._watch is None:
+                self._end_use(use, args, kwargs, output, recompute)
+            else:
+                with torch._C.DisableTorchFunction():
+                    self._end_use(use, args, kwargs, output, recompute)
             failed = output is None
         finally:
             if scope.is_root and not recompute and not self._stack:
@@ -273,7 +260,8 @@ class Engine(Generic[ChunkT]):
         self, use: _Use, args: tuple[object, ...], kwargs: dict[str, object], output: object, recompute: bool
     ) -> None:
         scope, params = use.scope, use.params
-        tensors = list(walk_tensors(output))
+        tensors = walk_tensors(output)
+        with_backward = torch.is_grad_enabled() and output is not None
         if self._stack:
             self._pin_what_escapes(tensors)
         if not recompute:
@@ -281,13 +269,13 @@ class Engine(Generic[ChunkT]):
         if recompute and torch.is_grad_enabled() and not scope.in_backward:
             self._start_scope_backward(scope, begun=params)
             self._recomputed[scope] = None
-        elif not (scope.hides_outputs and torch.is_grad_enabled() and not recompute and output is not None):
+        elif not (scope.hides_outputs and with_backward and not recompute):
             self._store.end_use(params, in_backward=recompute)
             self._course.leave(scope, "forward")
         else:  # they stay in use until backward is over, but forward is
             self._store.begin_use(params)
             self._store.end_use(params, in_backward=False)
-        if torch.is_grad_enabled() and output is not None:
+        if with_backward:
             self._hook_outputs(use, args, kwargs, tensors)
         elif scope.expects:  # re-entrant checkpoints call it without gradients, and again in backward
             scope.reaches_backward = True
@@ -332,7 +320,7 @@ class Engine(Generic[ChunkT]):
         self._course.find_needs()
         self._course.keep_gathered(self._store.chunk_of(param))
         self._store.begin_use((param,))
-        use.params.append(param)
+        use.params += (param,)
         if self._watch is not None:
             self._remember_memory((param,))
         return use
@@ -346,7 +334,7 @@ class Engine(Generic[ChunkT]):
 
     def _after_read(self, use: _Use, result: object) -> None:
         if use.scope.value_in_backward and torch.is_grad_enabled():
-            use.readers.update((node, None) for tensor in walk_tensors(result) for node in _grad_fns(tensor))
+            use.readers.update(_grad_fns(walk_tensors(result)))
 
     def _parameter_of(self, tensor: Tensor) -> nn.Parameter | None:
         """Return the managed parameter that a tensor is or shares memory with."""
@@ -378,15 +366,13 @@ class Engine(Generic[ChunkT]):
         self, use: _Use, args: tuple[object, ...], kwargs: dict[str, object], tensors: Sequence[Tensor]
     ) -> None:
         scope = use.scope
-        nodes = {node: None for tensor in tensors for node in _grad_fns(tensor)}
-        begin, begin_hidden, end_call = self._begin_backward, self._begin_hidden, self._end_call
+        nodes = _grad_fns(tensors)
         for node in use.readers:
             if node not in nodes:
-                node.register_prehook(lambda _: begin_hidden(scope))
+                node.register_prehook(functools.partial(self._begin_hidden, scope))
         if len(nodes) > 1:  # what it only hands on is another's: it would enter again when that one's backward comes
-            for tensor in walk_tensors((args, kwargs)):
-                for node in _grad_fns(tensor):
-                    nodes.pop(node, None)
+            for node in _grad_fns(walk_tensors((args, kwargs))):
+                nodes.pop(node, None)
         if not nodes or not (scope.params or scope.is_root):
             return
         scope.reaches_backward = scope.reaches_backward or bool(scope.params)
@@ -397,7 +383,7 @@ class Engine(Generic[ChunkT]):
             # A leaf whose inputs need no gradient is over at the end of backward.
             call.inputs_left = len(inputs) or scope.is_leaf
             for node in inputs:
-                node.register_prehook(lambda _, call=call: end_call(call))
+                node.register_prehook(functools.partial(self._end_call, call))
             if not inputs and not scope.needs_inputs and not scope.is_leaf:
                 call = None
         for node in nodes:
@@ -407,8 +393,12 @@ class Engine(Generic[ChunkT]):
             returned = metadata.get(_RETURNED_BY)
             if returned is None:
                 returned = metadata[_RETURNED_BY] = []
-                node.register_prehook(_outer_first(returned, begin))
+                node.register_prehook(functools.partial(self._begin_backward, returned))
             returned.append((scope, call))
+
+    def _on_output_gradients(self, returned: Sequence[tuple[Scope, Call | None]], _: object) -> None:
+        for scope, call in reversed(returned):
+            self._on_output_gradient(scope, call)
 
     def _on_output_gradient(self, scope: Scope, call: Call | None) -> None:
         if not self._in_backward:
@@ -423,12 +413,12 @@ class Engine(Generic[ChunkT]):
             self._course.enter(scope, "backward", params)
             self._start_scope_backward(scope, begun=params)
 
-    def _on_hidden_gradient(self, scope: Scope) -> None:
+    def _on_hidden_gradient(self, scope: Scope, _: object) -> None:
         if not scope.in_backward:
             scope.hides_outputs = True
             self._on_output_gradient(scope, None)
 
-    def _start_scope_backward(self, scope: Scope, begun: Sequence[nn.Parameter]) -> None:
+    def _start_scope_backward(self, scope: Scope, begun: tuple[nn.Parameter, ...]) -> None:
         """Let a scope's backward begin; what was begun to be used stays in use until it is over."""
         if not self._in_backward:
             self._start_backward()
@@ -438,9 +428,9 @@ class Engine(Generic[ChunkT]):
             begun = ()
         scope.in_backward, scope.is_done = True, False
         scope.waiting = set(scope.expects)
-        self._active[scope] = tuple(begun)
+        self._active[scope] = begun
 
-    def _on_input_gradient(self, call: Call) -> None:
+    def _on_input_gradient(self, call: Call, _: object) -> None:
         call.inputs_left -= 1
         if call.inputs_left == 0:
             call.scope.calls.discard(call)
@@ -477,15 +467,21 @@ class Engine(Generic[ChunkT]):
         for scope in self._active:
             yield scope, "backward"
 
-    def _on_gradient(self, slot: Slot[ChunkT], gradient: Tensor) -> None:
+    def _on_gradient(self, index: int, param: Tensor) -> None:
+        gradient = param.grad
+        if gradient is None:
+            return
+        param.grad = None
         if not self._in_backward:
             self._refuse_second_derivatives()
             self._start_backward()
+        slot = self._gradients.slots[index]
         for scope in slot.users:
             scope.waiting.discard(slot.key)
             if scope.in_backward and (scope.ends_with_inputs or not scope.waiting) and scope.is_over:
                 self._course.done(scope)
-        self._course.note_gradient(slot.chunk)
+        if self._is_recorded:
+            self._course.note_gradient(slot.chunk)
         self._gradients.take(slot, gradient)
 
     def _refuse_second_derivatives(self) -> None:
@@ -504,7 +500,8 @@ class Engine(Generic[ChunkT]):
                 "optimizer.backward(loss), or booster.backward(loss, optimizer), instead."
             )
         self._in_backward = True
-        if self._course.is_recording:
+        self._is_recorded = self._course.is_recording
+        if self._is_recorded:
             self._uncompiled.hold()
         self._gradients.start(reduces=self._reduces)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -553,30 +550,13 @@ def _in_autograd() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _grad_fns(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
-    if tensor.grad_fn is not None:
-        yield tensor.grad_fn
-        # An in-place operation on a view drops the view's own grad_fn, but not its base's.
-        if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
-            yield tensor._base.grad_fn
-
-
-def _outer_first(
-    returned: list[tuple[Scope, Call | None]], begin: Callable[[Scope, Call | None], None]
-) -> Callable[[object], None]:
-    def hook(_: object) -> None:
-        for scope, call in reversed(returned):
-            begin(scope, call)
-
-    return hook
-
-
-def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callable that does not keep the method's object alive: hooks live as long as what they hang on."""
-    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined] # of a method
-
-    def call(*args: object) -> Any:
-        target = reference()
-        return None if target is None else function(target, *args)
-
-    return not_compiled(call)
+def _grad_fns(tensors: Iterable[Tensor]) -> dict[torch.autograd.graph.Node, None]:
+    """Return the nodes of the graph that tensors come from."""
+    nodes: dict[torch.autograd.graph.Node, None] = {}
+    for tensor in tensors:
+        if (node := tensor.grad_fn) is not None:
+            nodes[node] = None
+            # An in-place operation on a view drops the view's own grad_fn, but not its base's.
+            if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
+                nodes[tensor._base.grad_fn] = None
+    return nodes

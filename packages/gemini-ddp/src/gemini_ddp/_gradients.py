@@ -145,7 +145,7 @@ class Gradients(Generic[ChunkT]):
     @property
     def complete(self) -> list[int]:
         """Which chunks have all gradients on this rank and wait to be reduced, in numbers that ranks exchange."""
-        return to_numbers((chunk in self._complete for chunk in self._chunks) if self._complete else (), self._chunks)
+        return to_numbers([chunk in self._complete for chunk in self._chunks] if self._complete else (), self._chunks)
 
     def complete_on_all(self, everyones: Iterable[Sequence[int]]) -> tuple[ChunkT, ...]:
         """Return the chunks that are complete on every rank, from what begins with every rank's `complete`."""
@@ -155,8 +155,8 @@ class Gradients(Generic[ChunkT]):
     @property
     def remains(self) -> list[int]:
         """Which chunks were reduced too early, and which parameters have no gradient, in such numbers."""
-        late = to_numbers((chunk in self._late for chunk in self._chunks), self._chunks)
-        return late + to_numbers((not slot.arrived for slot in self.slots), self.slots)
+        late = to_numbers([chunk in self._late for chunk in self._chunks] if self._late else (), self._chunks)
+        return late + to_numbers([not slot.arrived for slot in self.slots], self.slots)
 
     def finish(self, everyones: Sequence[Sequence[int]]) -> set[ChunkT]:
         """Reduce what is left and let the store finish.

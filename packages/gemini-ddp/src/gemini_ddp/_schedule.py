@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from gemini_ddp._scopes import Scope
@@ -42,6 +42,31 @@ def plan_text(trace: RecordedTrace[ChunkT], plan: Plan[ChunkT]) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[KeyT, ChunkT]):
+    """What to do at one access of a plan.
+
+    Attributes:
+        key: what identifies the access; None for the one behind the last.
+        due: the chunks to reduce, for they were complete on every rank when it began.
+        ended: whose backward is over on every rank.
+        prefetch: what to gather ahead.
+        fetch: what to fetch ahead of its gather.
+        drops: what stayed gathered until here, and no longer.
+        resident: what stays gathered once the access is over.
+        is_quiet: whether there is nothing to gather, to reduce or to release: what it uses has stayed gathered.
+    """
+
+    key: KeyT | None = None
+    due: tuple[ChunkT, ...] = ()
+    ended: tuple[Scope, ...] = ()
+    prefetch: tuple[ChunkT, ...] = ()
+    fetch: tuple[ChunkT, ...] = ()
+    drops: tuple[ChunkT, ...] = ()
+    resident: frozenset[ChunkT] = frozenset()
+    is_quiet: bool = False
+
+
 class Schedule(Generic[KeyT, ChunkT]):
     """A plan and the position in it.
 
@@ -55,6 +80,8 @@ class Schedule(Generic[KeyT, ChunkT]):
     Attributes:
         has_plan: whether there is a plan, or only a trace.
         deviations: accesses that came out of the recorded order so far.
+        position: the place of the current access in the trace, -1 before the first.
+        current: what to do there.
 
     Raises:
         ValueError: the plan has another number of steps than the trace has accesses.
@@ -72,37 +99,21 @@ class Schedule(Generic[KeyT, ChunkT]):
             raise ValueError(f"The plan has {len(plan.steps)} steps for {len(trace.accesses)} accesses.")
         self.has_plan = plan is not None
         self.deviations = 0
-        self._keys = list(keys)
-        self._due = list(due)
-        self._ended = list(ended)
+        self._length = len(keys)
         self._places: dict[KeyT, list[int]] = {}
         for index, key in enumerate(keys):
             self._places.setdefault(key, []).append(index)
-        self._prefetch: list[tuple[ChunkT, ...]] = [()] * len(self._keys)
-        self._fetch: list[tuple[ChunkT, ...]] = [()] * len(self._keys)
-        self._drops: list[tuple[ChunkT, ...]] = [()] * len(self._keys)
-        self._resident: list[frozenset[ChunkT]] = [frozenset()] * len(self._keys)
-        self._is_quiet = [False] * len(self._keys)
+        self._entries: list[Entry[KeyT, ChunkT]] = [
+            Entry(key, reduced, over) for key, reduced, over in zip(keys, due, ended, strict=True)
+        ]
         if plan is not None:
-            self._prefetch = [tuple(step.prefetch) for step in plan.steps]
-            self._fetch = [tuple(step.fetch) for step in plan.steps]
-            resident: set[ChunkT] = set()
-            for index, (access, step) in enumerate(zip(trace.accesses, plan.steps, strict=True)):
-                self._is_quiet[index] = resident.issuperset(access.chunks) and not (
-                    step.prefetch or step.fetch or self._due[index] or self._ended[index]
-                )
-                kept = (resident | {*access.chunks, *step.prefetch}) - {*step.release}
-                self._drops[index] = tuple(chunk for chunk in resident if chunk not in kept | {*access.chunks})
-                self._is_quiet[index] = self._is_quiet[index] and not self._drops[index]
-                resident = kept
-                self._resident[index] = frozenset(kept)
-        self._cursor = -1
-        self._on_course = True
+            self._entries = list(_planned(self._entries, trace, plan))
+        self._entries.append(Entry())  # behind the last, and by its index, -1, before the first
+        self.rewind()
 
     def rewind(self) -> None:
         """Return to before the first access."""
-        self._cursor = -1
-        self._on_course = True
+        self._move(-1)
 
     def skip_to(self, key: KeyT | None) -> Iterator[KeyT]:
         """Move to just before the next access of ``key`` ahead, where there is one, or to the end if it is None.
@@ -110,27 +121,29 @@ class Schedule(Generic[KeyT, ChunkT]):
         Yields:
             Each access that is skipped, when the position is there.
         """
-        target = len(self._keys)
+        target = self._length
         if key is not None:
             places = self._places.get(key, [])
-            place = bisect_right(places, self._cursor)
+            place = bisect_right(places, self.position)
             target = places[place] if place < len(places) else 0
-        while self._cursor + 1 < target:
-            self._cursor += 1
+        while self.position + 1 < target:
+            self._move(self.position + 1)
             self.deviations += 1
-            yield self._keys[self._cursor]
+            assert self.current.key is not None, "only the end has none"
+            yield self.current.key
 
     def __contains__(self, key: object) -> bool:
         return key in self._places
 
-    def follows(self, key: KeyT) -> bool:
-        """Move to the next access if that is one of ``key``; return whether it is."""
-        expected = self._cursor + 1
-        if expected < len(self._keys) and self._keys[expected] == key:
-            self._cursor = expected
-            self._on_course = True
-            return True
-        return False
+    def follow(self, key: KeyT) -> Entry[KeyT, ChunkT] | None:
+        """Move to the next access if that is one of ``key``, and return it."""
+        entry = self._entries[self.position + 1]
+        if entry.key != key:
+            return None
+        self.position += 1
+        self.current = entry
+        self._on_course = True
+        return entry
 
     def jump_to(self, key: KeyT) -> None:
         """Move to an access out of order, which does not invalidate the rest.
@@ -139,50 +152,42 @@ class Schedule(Generic[KeyT, ChunkT]):
         """
         self.deviations += 1
         places = self._places.get(key)
-        self._on_course = places is not None
-        if places is not None:
-            self._cursor = places[bisect_right(places, self._cursor) % len(places)]
+        if places is None:
+            self._on_course = False
+        else:
+            self._move(places[bisect_right(places, self.position) % len(places)])
 
-    @property
-    def prefetch(self) -> tuple[ChunkT, ...]:
-        """What to gather ahead at the current position."""
-        return self._prefetch[self._cursor] if self._on_course else ()
-
-    @property
-    def fetch(self) -> tuple[ChunkT, ...]:
-        """What to fetch ahead of its gather at the current position."""
-        return self._fetch[self._cursor] if self._on_course else ()
-
-    @property
-    def drops(self) -> tuple[ChunkT, ...]:
-        """What stayed gathered until the current position, and no longer."""
-        return self._drops[self._cursor]
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether there is nothing to do at the current position: what it uses has stayed gathered."""
-        return self._is_quiet[self._cursor]
-
-    @property
-    def position(self) -> int:
-        """The place of the current access in the trace."""
-        return self._cursor
-
-    @property
-    def ended(self) -> tuple[Scope, ...]:
-        """Whose backward is over at the current position."""
-        return self._ended[self._cursor]
+    def _move(self, position: int) -> None:
+        self.position = position
+        self.current = self._entries[position]
+        self._on_course = True
 
     def ends_next(self, scope: Scope) -> bool:
         """Whether a scope's backward is over at the next position."""
-        return self._on_course and self._cursor + 1 < len(self._keys) and scope in self._ended[self._cursor + 1]
+        return self._on_course and scope in self._entries[self.position + 1].ended
 
-    @property
-    def due(self) -> tuple[ChunkT, ...]:
-        """The chunks to reduce at the current position."""
-        return self._due[self._cursor]
+    def resident(self, *, before: bool = False) -> frozenset[ChunkT]:
+        """Return what stays gathered at the current position, or the one before; nothing off the course."""
+        if not self._on_course:
+            return frozenset()
+        return self._entries[self.position - 1].resident if before else self.current.resident
 
-    def keeps(self, chunk: ChunkT, *, before: bool = False) -> bool:
-        """Whether an idle chunk stays gathered at the current position, or the one before."""
-        position = self._cursor - before
-        return self._on_course and position >= 0 and chunk in self._resident[position]
+
+def _planned(
+    entries: Sequence[Entry[KeyT, ChunkT]], trace: RecordedTrace[ChunkT], plan: Plan[ChunkT]
+) -> Iterator[Entry[KeyT, ChunkT]]:
+    """Yield each entry with what the plan has there."""
+    resident: frozenset[ChunkT] = frozenset()
+    for entry, access, step in zip(entries, trace.accesses, plan.steps, strict=True):
+        kept = (resident | {*access.chunks, *step.prefetch}) - {*step.release}
+        drops = tuple(chunk for chunk in resident if chunk not in kept | {*access.chunks})
+        is_quiet = resident.issuperset(access.chunks) and not (step.prefetch or step.fetch or entry.due or drops)
+        resident = kept
+        yield replace(
+            entry,
+            prefetch=tuple(step.prefetch),
+            fetch=tuple(step.fetch),
+            drops=drops,
+            resident=kept,
+            is_quiet=is_quiet,
+        )

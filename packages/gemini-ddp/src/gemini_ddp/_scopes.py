@@ -56,6 +56,7 @@ class Scope:
     borrows: bool = False
     hides_outputs: bool = False
     ends_with_inputs: bool = field(init=False)
+    watches_inputs: bool = field(init=False)
     needs_inputs: bool = field(init=False)
     trains: list[bool] = field(init=False)
     expects: frozenset[int] = field(init=False)
@@ -95,6 +96,7 @@ class Scope:
 
         ``ends_with_inputs``: it is over once gradients of its inputs exist. Otherwise every trainable parameter must
         have its gradient, and if it ``needs_inputs``, for it has frozen parameters as well, both must have come.
+        ``watches_inputs``: calls must report the gradients of their inputs.
         """
         self.trains = [param.requires_grad for param in self.params]
         self.expects = frozenset(id(param) for param in self.params if param.requires_grad)
@@ -105,11 +107,7 @@ class Scope:
         # autograd runs what was recorded later first.
         frozen_only = bool(self.params) and not any(self.trains)
         self.ends_with_inputs = not self.borrows and (frozen_only or self.shares or self.is_leaf)
-
-    @property
-    def watches_inputs(self) -> bool:
-        """Whether calls must report the gradients of their inputs."""
-        return self.ends_with_inputs or self.needs_inputs
+        self.watches_inputs = self.ends_with_inputs or self.needs_inputs
 
     @property
     def is_over(self) -> bool:
@@ -283,9 +281,11 @@ class Layout:
             if [*map(id, child._parameters.values())] != ids:
                 self._check_replaced(child, name, ids)
         for scope in self._scopes:
-            if [param.requires_grad for param in scope.params] != scope.trains:
-                self._check_thawed()
-                scope.settle_end()
+            for param, trains in zip(scope.params, scope.trains, strict=True):
+                if param.requires_grad != trains:
+                    self._check_thawed()
+                    scope.settle_end()
+                    break
 
     def _check_replaced(self, child: nn.Module, name: str, ids: Sequence[int]) -> None:
         for key, param in child._parameters.items():

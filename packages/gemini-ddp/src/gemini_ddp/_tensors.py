@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,21 +12,25 @@ from torch import Tensor
 _DEPTH = 8
 
 
-def walk_tensors(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, sets, mappings, dataclasses and plain objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, torch.dtype, torch.device)):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from walk_tensors(item, depth - 1)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from walk_tensors(item, depth - 1)
-    elif not isinstance(value, (torch.nn.Module, type)) and hasattr(value, "__dict__"):
-        for item in vars(value).values():
-            yield from walk_tensors(item, depth - 1)
+def walk_tensors(value: object) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists, sets, mappings, dataclasses and plain objects."""
+    found: list[Tensor] = []
+    _collect((value,), found, _DEPTH)
+    return found
+
+
+def _collect(values: Iterable[object], found: list[Tensor], depth: int) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif value is None or depth == 0 or isinstance(value, (str, bytes, int, float, torch.dtype, torch.device)):
+            continue
+        elif isinstance(value, Mapping):
+            _collect(value.values(), found, depth - 1)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            _collect(value, found, depth - 1)
+        elif not isinstance(value, (torch.nn.Module, type)) and hasattr(value, "__dict__"):
+            _collect(vars(value).values(), found, depth - 1)
 
 
 def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
