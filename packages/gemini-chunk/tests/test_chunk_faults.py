@@ -312,6 +312,19 @@ def test_a_gradient_that_finds_its_tier_full_waits_until_there_is_room() -> None
     check_full_after_reduction(0, 1)
 
 
+def test_a_reduction_that_found_no_room_is_made_up_for_at_the_end_of_backward() -> None:
+    params = parameters()
+    manager = ChunkManager(device=device_tier("cpu"), host=host_tier(capacity=72))
+    (chunk,) = manager.register(named(params), 18, rest="host")
+    manager.take_gradients([(param, torch.ones(6)) for param in params])
+    with pytest.raises(TierFullError, match="chunk 0 gradient"):
+        manager.start_reduce(chunk)
+    manager.tiers["host"].capacity = None
+    manager.finish_backward()
+    assert chunk.gradient is not None
+    assert torch.equal(chunk.gradient, torch.ones(18))
+
+
 @pytest.mark.distributed
 def test_a_reduced_gradient_is_not_lost_where_its_tier_is_full() -> None:
     run_ranks(check_full_after_reduction, 2)

@@ -290,6 +290,23 @@ def test_a_tensor_stands_for_its_chunk() -> None:
             call(torch.ones(2))
 
 
+def test_a_tensor_that_changes_its_chunk_is_used_in_the_new_one() -> None:
+    param = nn.Parameter(torch.ones(4))
+    manager = ChunkManager(device=device_tier("cpu"))
+    (old,) = manager.register([("weight", param)], 4, rest="host")
+    manager.begin_use([param])
+    manager.end_use([param], in_backward=False)
+    value = manager.full_value(param)
+    manager.remove(old)
+    with pytest.raises(KeyError, match="not managed here"):
+        manager.begin_use([param])
+    param.data = value
+    (new,) = manager.register([("weight", param)], 4, rest="host")
+    manager.begin_use([param])
+    assert (new.users, old.users) == (1, 0)
+    assert torch.equal(param.detach(), torch.ones(4))
+
+
 @pytest.mark.parametrize("name", ["device", "host", "disk"])
 def test_any_tier_may_compute(name: str, tmp_path: Path) -> None:
     made = {"device": device_tier("cpu", 32), "host": host_tier(32), "disk": disk_tier(tmp_path, 32)}

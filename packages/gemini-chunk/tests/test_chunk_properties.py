@@ -255,14 +255,14 @@ class ChunkMachine(RuleBasedStateMachine):
 
     def begin_use(self, at: int, tensor: int, _: int) -> None:
         self.happen(
-            lambda: self.models[at].begin(tensor), lambda chunk, _: chunk.begin_use(chunk.tensors[tensor]), chunk=at
+            lambda: self.models[at].begin(tensor), lambda chunk, _: chunk.begin_use([chunk.tensors[tensor]]), chunk=at
         )
 
     def end_use(self, at: int, tensor: int, choice: int) -> None:
         in_backward = choice < 3
         self.happen(
             lambda: self.models[at].end(tensor, in_backward),
-            lambda chunk, _: chunk.end_use(chunk.tensors[tensor], in_backward=in_backward),
+            lambda chunk, _: chunk.end_use([chunk.tensors[tensor]], in_backward=in_backward),
             chunk=at,
         )
 

@@ -205,6 +205,35 @@ def test_parameter_without_gradient_on_a_rank_counts_as_zero_there(world_size: i
     run_ranks(check_uneven_use, world_size)
 
 
+def check_late_gradient(rank: int, world_size: int) -> None:
+    params = params_of(seed=0)
+    manager = ChunkManager(device=device_tier("cpu"))
+    manager.register(named(params), 21)
+    for step in range(2):
+        for param, gradient in zip(params, gradients(rank, step), strict=True):
+            manager.take_gradient(param, gradient)
+        for chunk in manager:
+            manager.start_reduce(chunk)
+        manager.take_gradients([(params[0], gradients(rank, step)[0])])  # again, as re-entrant recompute does
+        manager.take_gradient(params[-1], gradients(rank, step)[-1])
+        manager.finish_backward()
+        full = [torch.zeros(shape) for shape in SHAPES]
+        for other in range(world_size):
+            for index, gradient in enumerate(gradients(other, step)):
+                full[index] += gradient / world_size * (2 if index in (0, len(SHAPES) - 1) else 1)
+        for chunk in manager:
+            assert chunk.gradient is not None
+            mine = torch.cat([full[int(info.name[1:])].flatten() for info in chunk.tensors])
+            torch.testing.assert_close(chunk.gradient, own_part(chunk, mine, rank), rtol=1e-6, atol=1e-6)
+            chunk.discard()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_gradient_that_comes_after_its_chunk_was_reduced_is_added(world_size: int) -> None:
+    run_ranks(check_late_gradient, world_size)
+
+
 def check_reduce_dtype(rank: int, world_size: int) -> None:
     """1 + 3 * 2^-8 has no bf16: what is reduced there is rounded, what is reduced in fp32 is not until it must be."""
     terms = [1.0, *[2.0**-8] * (world_size - 1)]

@@ -113,3 +113,7 @@ def test_pinned_memory_is_unlocked_when_it_is_freed(monkeypatch: pytest.MonkeyPa
 def test_a_capacity_is_a_number_of_bytes(capacity: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="capacity of the host tier"):
         host_tier(capacity)  # type: ignore[arg-type] # what the test is about
+
+
+def test_pages_of_the_disk_tier_alone_leave_the_process(tier: Tier) -> None:
+    assert tier.has_pages == (tier.name == "disk")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gemini_chunk._pages import touch_in_huge_pages
-from gemini_chunk._tiers import Tier
+from gemini_chunk._tiers import Tier, fill_with_poison
 
 
 class GradientBuffers:
@@ -59,7 +59,7 @@ class GradientBuffers:
 
     def _take_idle(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         for index, buffer in enumerate(self._idle):
-            if buffer.dtype == dtype and buffer.numel() >= numel:
+            if buffer.dtype == dtype and buffer.nbytes >= numel * dtype.itemsize:
                 return self._idle.pop(index)
         return None
 
@@ -70,6 +70,8 @@ class GradientBuffers:
 
     def give_back(self, buffer: Tensor) -> None:
         """See `BufferPool.give_back`."""
+        if self._device.poisons:
+            fill_with_poison(buffer)
         self._idle.append(buffer)
 
     def make_room(self, is_enough: Callable[[], bool]) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gemini_chunk._collectives import Collectives, Done, Handle, LocalCollectives, Waiting
+from gemini_chunk._collectives import Collectives, Done, Handle, LocalCollectives
 from gemini_chunk._errors import ChunkError
-from gemini_chunk._full import accept_writes, hide, settle_states
+from gemini_chunk._full import accept_writes, hide
 from gemini_chunk._gathering import Gathering
 from gemini_chunk._held import HeldLayout
 from gemini_chunk._moving import Mover
@@ -94,11 +94,10 @@ class Chunk(HeldLayout):
     def _set_open(self) -> None:
         self._gathering = Gathering(self)
         self._mover = Mover(self)
-        self._with_gradient: set[TensorInfo] = set()
         self._reduction = Reduction(self)
 
     def __repr__(self) -> str:
-        where = self._rest.name if self._closed else "open"
+        where = self.rest.name if self.is_closed else "open"
         return f"Chunk({self.name!r}, {len(self.tensors)} tensors, {self.used_numel}/{self.numel}, {where})"
 
     # -- facts --------------------------------------------------------------------------------------------------------
@@ -111,12 +110,13 @@ class Chunk(HeldLayout):
     @property
     def can_fetch(self) -> bool:
         """Whether `start_fetch` would start something."""
-        return self._closed and self._gathering.can_fetch
+        return self.is_closed and self._gathering.can_fetch
 
     @property
     def missing_bytes(self) -> int:
         """Bytes of the compute device that a gather would take now, a gradient that gives its place up included."""
-        return super().missing_bytes + self._reduction.displaced_bytes
+        is_there = self._full is not None and self._full.is_held
+        return (0 if is_there else self.full_bytes) + self._reduction.displaced_bytes
 
     @property
     def stages_gradient(self) -> bool:
@@ -131,7 +131,8 @@ class Chunk(HeldLayout):
     @property
     def shard(self) -> Tensor:
         """This rank's slice, shape ``(shard_numel,)``, in the tier where the chunk rests."""
-        self._mover.finish()
+        if self._mover.is_under_way:
+            self._mover.finish()
         return self._shard
 
     @property
@@ -186,8 +187,8 @@ class Chunk(HeldLayout):
             ValueError: the arguments do not fit together, a value has another shape than its tensor or none at all, or
                 values differ between ranks. After this and any other error the chunk is open as before.
         """
-        if self._closed or not self.tensors:
-            raise ChunkError(f"{self.name} is {'closed already' if self._closed else 'empty'}.")
+        if self.is_closed or not self.tensors:
+            raise ChunkError(f"{self.name} is {'closed already' if self.is_closed else 'empty'}.")
         rest = self._device if rest is None else rest
         if keep_gathered and rest is not self._device:
             raise ValueError(f"{self.name} cannot stay gathered and rest on the {rest.name} tier.")
@@ -203,24 +204,23 @@ class Chunk(HeldLayout):
                 self._set_open()
                 raise
             self._sources.clear()
-            self._closed = True
+            self.is_closed = True
             self._hide()
             accept_writes(self.tensors)
-            if self._aliased:
+            if self.keeps_gathered:
                 self._full_valid = True
                 self._show()
             self._page_out()
 
     def free(self) -> None:
         """Give all memory back. The chunk is empty and open then, and its tensors stay placeholders."""
-        if self._closed:
+        if self.is_closed:
             self.reset()
-            self._visible = False
+            self.is_gathered = False
             hide(self.tensors)
             self._free_memory()
             self._set_open()
-        self.tensors = ()
-        self.used_numel = 0
+        self._set_tensors(())
         self._sources.clear()
 
     # -- one tensor ---------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Chunk(HeldLayout):
             New memory on the compute device, shape of the tensor, in the account of the caller.
         """
         self._settle()
-        value = local_value(self, info) if self._visible or self._world_size == 1 else None
+        value = local_value(self, info) if self.is_gathered or self.world_size == 1 else None
         return assemble(self, info, resting_values(self), self.dtype) if value is None else value
 
     def full_master(self, info: TensorInfo) -> Tensor:
@@ -306,14 +306,13 @@ class Chunk(HeldLayout):
         """Start to make the full buffer valid; a shard that rests elsewhere is fetched first, if nobody has.
 
         Returns:
-            A handle whose ``wait`` does what `gather` does.
+            A handle whose ``wait`` finishes the gather that is under way, as `gather` does.
 
         Raises:
             TierFullError: the compute device has no room for the full buffer, or the tier where the chunk rests none
                 for a gradient that lies in the parameters' place.
             ChunkError: the fetch failed, or the collective failed at once; the chunk is released.
         """
-        self._need_closed()
         return self._gathering.start()
 
     def gather(self) -> None:
@@ -323,8 +322,7 @@ class Chunk(HeldLayout):
             TierFullError: a tier has no room; see `start_gather`.
             ChunkError: the fetch or the collective failed; the chunk is released.
         """
-        self._need_closed()
-        self._gathering.wait()
+        self._gathering.start().wait()
 
     def forget_fetched(self) -> None:
         """Give back what `start_fetch` has brought, or is bringing, unless a gather has started."""
@@ -336,16 +334,17 @@ class Chunk(HeldLayout):
         Raises:
             ChunkError: a tensor is in use.
         """
-        self._need_closed()
-        if self._aliased:
+        if self.keeps_gathered:
             return
         if self.users:
             raise ChunkError(f"{self.name} cannot be released: {self._used_names()} are in use.")
-        self._gathering.finish()
-        self._gathering.forget_fetched()
-        if self._visible:
+        if self._gathering.is_under_way:
+            self._gathering.settle()
+        if self.is_gathered:
             self._hide()
             self._drop_full()
+        else:
+            self._need_closed()
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
@@ -401,26 +400,26 @@ class Chunk(HeldLayout):
         try:
             super()._settle_write(info)
         except ChunkError:
-            if self._aliased and self._master is not None and not self._reduction.takes_place:
+            if self.keeps_gathered and self._master is not None and not self._reduction.takes_place:
                 self._shard.copy_(self._master)  # no gather would undo the write
             raise
 
     def _finish_transfers(self) -> None:
         """Finish what still reads the shard, which is about to change."""
-        self._mover.finish()
-        self._gathering.finish()
-        self._gathering.forget_fetched()
+        if self._mover.is_under_way:
+            self._mover.finish()
+        if self._gathering.is_under_way:
+            self._gathering.settle()
 
     def _settle(self) -> None:
         """Finish everything under way."""
         self._need_closed()
         self._mover.finish()
-        self._gathering.finish()
+        self._gathering.wait()
         self._reduction.wait()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def take_gradients(self, gradients: Sequence[tuple[TensorInfo, Tensor]], pool: BufferPool) -> bool:
         """Add local gradients of tensors, divided by the world size, to the gradient buffer.
 
@@ -436,9 +435,8 @@ class Chunk(HeldLayout):
             ChunkError: the chunk is frozen, or its last reduction failed.
             TierFullError: there is no room for a buffer.
         """
-        self._need_trainable()
         for info, gradient in gradients:
-            if gradient.shape != info.shape or (gradient.is_complex() and not self.dtype.is_complex):
+            if gradient.shape != info.shape or (gradient.dtype.is_complex and not self.dtype.is_complex):
                 raise ValueError(
                     f"{info.name!r} has shape {tuple(info.shape)} and dtype {self.dtype}; its gradient has "
                     f"{tuple(gradient.shape)} and {gradient.dtype}."
@@ -457,7 +455,8 @@ class Chunk(HeldLayout):
 
     def note_gradients(self, infos: Iterable[TensorInfo]) -> None:
         """Note that some rank gave a gradient of these tensors in this backward."""
-        self._with_gradient.update(infos)
+        for info in infos:
+            info.has_gradient = True
 
     @property
     def without_gradient(self) -> Sequence[TensorInfo]:
@@ -465,11 +464,15 @@ class Chunk(HeldLayout):
 
         An optimizer must leave them alone: they are not updated with a gradient of zero.
         """
-        return [info for info in self.tensors if info not in self._with_gradient]
+        return [info for info in self.tensors if not info.has_gradient]
+
+    def _forget_gradients(self) -> None:
+        for info in self.tensors:
+            info.has_gradient = False
 
     def _need_trainable(self) -> None:
-        self._need_closed()
-        if not self.trainable:
+        if not (self.is_closed and self.trainable):
+            self._need_closed()
             raise ChunkError(f"{self.name} is frozen: it takes no gradients.")
 
     def start_reduce(self, pool: BufferPool) -> Handle:
@@ -484,7 +487,6 @@ class Chunk(HeldLayout):
             ChunkError: the chunk is frozen, or the collective failed at once; then the gradient is dropped.
             TierFullError: there is no room for the result; the gradient buffer stays as it is.
         """
-        self._need_trainable()
         return self._reduction.start(pool)
 
     def wait_reduce(self) -> None:
@@ -503,11 +505,6 @@ class Chunk(HeldLayout):
             ChunkError: it could not be carried there; it is dropped.
         """
         self._reduction.land()
-
-    def settle_states(self) -> None:
-        """Bring tensors that were used in backward and have no gradient to come back to rest."""
-        used = [info for info in self.tensors if info.state is TensorState.HOLD_AFTER_BWD]
-        settle_states(used, visible=self._visible)
 
     def commit(self) -> None:
         """Take updated master weights into the working parameters, drop the gradient and release.
@@ -533,28 +530,30 @@ class Chunk(HeldLayout):
         self._finish_transfers()
         self._reduction.wait()
         self._reduction.drop()
-        if self._master is not None:
-            self._mover.start_update()
-        self._with_gradient.clear()
+        updated = None if self._master is None else self._mover.start_update()
+        self._forget_gradients()
         self.generation += 1
-        if not self._aliased:
-            self.release()
-        elif self._world_size > 1:
+        if not self.keeps_gathered:
+            if self.is_gathered:
+                self.release()
+        elif self.world_size > 1:
             self._full_valid = False
-            if self._visible:
+            if self.is_gathered:
                 self._hide()
-        self._show_again()
-        if self._master is None:
+        else:
+            self._show_again()
+        if updated is None:
             self._page_out()
             return Done()
-        return Waiting(self._mover.finish_update)
+        return updated
 
     def discard(self) -> None:
         """Drop the gradient, reduced or not; the parameters keep the values they had before backward."""
         self._need_closed()
         self._finish_transfers()
-        self._reduction.discard()
-        self._with_gradient.clear()
+        if not self._reduction.is_empty:
+            self._reduction.discard()
+        self._forget_gradients()
         self._show_again()
 
     def reset(self) -> None:
@@ -567,6 +566,6 @@ class Chunk(HeldLayout):
         self.users = 0
         for info in self.tensors:
             info.users = 0
-            info.state = TensorState.HOLD if self._visible else TensorState.FREE
+            info.state = TensorState.HOLD if self.is_gathered else TensorState.FREE
         self.release()
         self.discard()

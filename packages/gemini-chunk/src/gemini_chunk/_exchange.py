@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -56,14 +57,16 @@ class GlooExchange:
         self._group = world
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
+        # How large a part must be that messages to every rank are quicker than one operation of gloo's.
+        self._smallest_bytes = _DIRECT_BYTES if self._world_size > 2 else 0
         self._others = [rank for rank in range(self._world_size) if rank != self._rank]
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Transfers:
         """Start to fill ``full`` from each rank's ``shard``, which may be its own part of it."""
-        if self._in_one(shard):
+        if shard.nbytes < self._smallest_bytes:
             return Transfers(all_gather_single(as_bytes(full), as_bytes(shard), group=self._group, async_op=True))
         parts = full.chunk(self._world_size)
-        works = [*self._send([shard] * len(self._others)), *self._receive([parts[rank] for rank in self._others])]
+        works = self._swap([shard] * self._world_size, parts)
         own = parts[self._rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -71,33 +74,24 @@ class GlooExchange:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Transfers:
         """Start to write into ``shard`` the sum of all ranks' part for this rank of ``full``; they do not overlap."""
-        if self._in_one(shard):
+        if shard.nbytes < self._smallest_bytes:
             arrived = torch.empty_like(full)
             work = dist.all_to_all_single(as_bytes(arrived), as_bytes(full), group=self._group, async_op=True)
-            return Transfers(work, finish=lambda: _sum(arrived.chunk(self._world_size), shard))
+            return Transfers(work, finish=partial(_sum, arrived.chunk(self._world_size), shard))
         parts = full.chunk(self._world_size)
-        sends = self._send([parts[rank] for rank in self._others])
         # One part is received in the place of the sum. That of rank 0, or for rank 0 that of rank 1: of the first two
         # terms either may come first.
         received = [shard, *(torch.empty_like(shard) for _ in self._others[1:])]
         terms = [*received[: self._rank], parts[self._rank], *received[self._rank :]]
-        return Transfers(*sends, *self._receive(received), finish=lambda: _sum(terms, shard))
+        return Transfers(*self._swap(parts, terms), finish=partial(_sum, terms, shard))
 
-    def _in_one(self, part: Tensor) -> bool:
-        """Whether one operation of gloo's is quicker than messages of ``part``'s size to every rank."""
-        return self._world_size > 2 and part.nbytes < _DIRECT_BYTES
-
-    # The group's own methods: torch.distributed's functions around them take four times as long as a small message.
-    def _send(self, parts: Sequence[Tensor]) -> list[dist.Work]:
-        return [self._group.send([part], rank, _tag(part)) for rank, part in zip(self._others, parts, strict=True)]
-
-    def _receive(self, parts: Sequence[Tensor]) -> list[dist.Work]:
-        return [self._group.recv([part], rank, _tag(part)) for rank, part in zip(self._others, parts, strict=True)]
-
-
-def _tag(part: Tensor) -> int:
-    """Return a tag that messages of another size do not have: gloo would abort the process that received one."""
-    return _FIRST_TAG + part.nbytes % _NUM_SIZES
+    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
+        """Start to send each other rank its tensor, and to receive one from it; all of one size, by rank."""
+        # Messages of another size have another tag: gloo would abort the process that received one.
+        tag = _FIRST_TAG + sent[self._rank].nbytes % _NUM_SIZES
+        # The group's own methods: torch.distributed's functions around them take four times as long as a small message.
+        sends = [self._group.send([sent[rank]], rank, tag) for rank in self._others]
+        return sends + [self._group.recv([received[rank]], rank, tag) for rank in self._others]
 
 
 class Transfers:

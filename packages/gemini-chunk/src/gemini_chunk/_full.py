@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 
 from gemini_chunk._errors import ChunkError
+from gemini_chunk._layout import Layout
 from gemini_chunk._pages import touch_in_huge_pages
 from gemini_chunk._states import TensorInfo, TensorState
 from gemini_chunk._tiers import Tier, fill_with_poison
@@ -24,28 +25,31 @@ class FullBuffer:
     become valid again with the next gather.
 
     Args:
-        numel: elements.
-        dtype: dtype of the elements.
+        layout: what the buffer is for; its tensors get a cached view and a placeholder each.
         tier: where the bytes are taken and counted.
-        holder: for whom.
-        tensors: get a cached view and a placeholder each.
 
     Attributes:
-        data: the elements, shape ``(numel,)``; without bytes while not held.
+        data: the elements, shape ``(numel,)``; without bytes while not held, like the views of it.
+        own: this rank's part, shape ``(shard_numel,)``.
+        travelling: what collectives carry, shape ``(world_size * shard_numel,)``.
         is_held: whether the bytes are there.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, tier: Tier, holder: str, tensors: Iterable[TensorInfo]) -> None:
+    def __init__(self, layout: Layout, tier: Tier) -> None:
+        dtype = layout.dtype
         self._tier = tier
-        self._holder = holder
-        self._num_bytes = numel * dtype.itemsize
+        self._holder = f"{layout.name} full buffer"
+        self._num_bytes = layout.full_bytes
         self.is_held = False
         with torch.inference_mode(False), torch.no_grad():
-            self.data = torch.empty(numel, dtype=dtype, device=tier.device)
+            self.data = torch.empty(layout.numel, dtype=dtype, device=tier.device)
+            self.travelling = layout._travelling(self.data)
+            self.own = self.data.narrow(0, layout.rank * layout.shard_numel, layout.shard_numel)
             nan = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
             self._nan = torch.full((), nan, dtype=dtype, device=tier.device)
-            for info in tensors:
+            for info in layout.tensors:
                 info.placeholder = self._nan.expand(info.shape)
+                info.placeholder_address = info.placeholder.data_ptr()
                 info.view = self.data.narrow(0, info.offset, info.numel).view(info.shape)
         self._storage = self.data.untyped_storage()
         self._storage.resize_(0)
@@ -95,22 +99,22 @@ def show(tensors: Iterable[TensorInfo]) -> None:
 
 
 def hide(tensors: Iterable[TensorInfo]) -> None:
-    """Let tensors be placeholders. What was written to them is not forgotten: `is_written` tells of it."""
+    """Let tensors be placeholders. What was written to them is not forgotten: `written` tells of it."""
     for info in tensors:
         if info.tensor.data_ptr() != info.address:
             info.version = _REPLACED
         info.tensor.data = info.placeholder
-        info.address = info.placeholder.data_ptr()
+        info.address = info.placeholder_address
         if info.state is TensorState.HOLD:
             info.state = TensorState.FREE
 
 
-def is_written(info: TensorInfo) -> bool:
-    """Whether somebody wrote to a tensor in place, or assigned its ``.data``, and it is not known yet.
+def written(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
+    """Return the tensors that somebody wrote to in place, or whose ``.data`` was assigned, if it is not known yet.
 
     Neither a write by way of ``.data``, nor one to the full buffer, counts as one.
     """
-    return info.tensor._version != info.version or info.tensor.data_ptr() != info.address
+    return [info for info in tensors if info.tensor._version != info.version or info.tensor.data_ptr() != info.address]
 
 
 def accept_writes(tensors: Iterable[TensorInfo]) -> None:
@@ -135,16 +139,3 @@ def refuse_writes(lost: Sequence[TensorInfo], chunk: str) -> NoReturn:
         "changing its own (as Embedding(max_norm=...) does), and overwrite values between steps with load(), or "
         "load_state_dict() of the wrapped model."
     )
-
-
-def settle_states(tensors: Iterable[TensorInfo], *, visible: bool) -> None:
-    """Bring tensors whose gradients have been reduced, or will not come, back to what the chunk is now."""
-    for info in tensors:
-        if info.state is TensorState.HOLD_AFTER_BWD:
-            info.to(TensorState.READY_FOR_REDUCE)
-        if info.state is TensorState.READY_FOR_REDUCE:
-            info.to(TensorState.HOLD)
-            if info.users:
-                info.to(TensorState.COMPUTE)
-            elif not visible:
-                info.to(TensorState.FREE)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gemini_chunk._collectives import Done, Handle, Waiting
 from gemini_chunk._errors import ChunkError
+from gemini_chunk._full import FullBuffer
 from gemini_chunk._tiers import fill_with_poison
 
 if TYPE_CHECKING:
@@ -17,15 +18,19 @@ if TYPE_CHECKING:
 
 
 class Gathering:
-    """The fetch and the gather of a chunk that are under way; reads and fills the chunk's buffers.
+    """The fetch and the gather of a chunk that are under way, and the gather's handle; fills the chunk's buffers.
 
     [Note: Fetching ahead of a gather]
     A shard that rests off the compute device is fetched first, without the other ranks: into memory of the shard's
     size, or with a single rank, whose shard is all of the chunk, straight into the full buffer. The gather then finds
     it on the device. A fetch is no promise: whatever changes or moves the shard forgets it, and so does a release.
+
+    Attributes:
+        is_under_way: whether something was fetched or a gather was started that has not been waited for.
     """
 
     def __init__(self, chunk: Chunk) -> None:
+        self.is_under_way = False
         self._chunk = chunk
         self._running: Handle | None = None
         self._fetching: Handle | None = None
@@ -44,7 +49,7 @@ class Gathering:
         Where a gradient lies in their place (see `Reduction`), or is about to, the gather has to put that right.
         """
         chunk = self._chunk
-        is_there = chunk.is_gathered or chunk._full_valid or self._running is not None or self._fetched is not None
+        is_there = chunk.is_gathered or chunk._full_valid or self.is_under_way
         return not is_there and chunk.rest is not chunk._device and not chunk._reduction.takes_place
 
     # -- fetching -----------------------------------------------------------------------------------------------------
@@ -59,7 +64,9 @@ class Gathering:
         if is_staged:
             target = chunk._device.allocate(chunk.shard_numel, chunk.dtype, f"{chunk.name} fetched shard")
         else:
-            target = self._take_own_part()
+            assert chunk._full is not None, "a closed chunk has a full buffer"
+            chunk._full.take()
+            target = chunk._full.own
         try:
             self._fetch_into(target, is_staged=is_staged)
         except Exception as error:
@@ -70,6 +77,7 @@ class Gathering:
     def _fetch_into(self, target: Tensor, *, is_staged: bool) -> None:
         chunk = self._chunk
         self._fetched, self._is_staged = target, is_staged
+        self.is_under_way = True
         self._fetching = chunk.rest.outgoing.start(target, chunk._shard)
         chunk._device.receive(chunk.rest, chunk.shard_bytes)
 
@@ -98,6 +106,7 @@ class Gathering:
             with contextlib.suppress(Exception):  # nobody needs what it would have brought
                 self._fetching.wait()
         fetched, self._fetched, self._fetching = self._fetched, None, None
+        self.is_under_way = False
         if fetched is not None and self._is_staged:
             self._chunk._device.free(fetched)
         elif fetched is not None:
@@ -111,42 +120,40 @@ class Gathering:
         if chunk.is_gathered:
             return Done()
         if self._running is None:
-            chunk._mover.finish()
-            chunk._reduction.wait()
-            chunk._reduction.give_place_back()
+            chunk._need_closed()
+            if chunk._mover.is_under_way:
+                chunk._mover.finish()
+            if chunk._reduction.takes_place:
+                chunk._reduction.wait()
+                chunk._reduction.give_place_back()
             if chunk._full_valid:
                 chunk._show()
                 return Done()
             self._running = self._begin()
+            self.is_under_way = True
             chunk.gathers += 1
             chunk.sent_bytes += chunk.shard_bytes * (chunk.world_size - 1)
-        started = self._running
-        return Waiting(lambda: self.wait() if self._running is started else None)
+        return self
 
     def _begin(self) -> Handle:
         chunk = self._chunk
-        own = self._take_own_part()
+        full = chunk._full
+        assert full is not None, "a closed chunk has a full buffer"
+        full.take()
         try:
             if chunk.rest is chunk._device:
-                return self._all_gather(chunk._shard)
+                return self._all_gather(full, chunk._shard)
             if self._fetched is None:
-                self._fetch_into(own, is_staged=False)
+                self._fetch_into(full.own, is_staged=False)
             if chunk.world_size == 1:  # no other rank waits for this one
-                return Waiting(lambda: self._gather_alone(own))
-            self._use_fetched(own)
-            return self._all_gather(own)
+                return Waiting(lambda: self._gather_alone(full))
+            self._use_fetched(full.own)
+            return self._all_gather(full, full.own)
         except BaseException as error:
             self._give_up()
             if isinstance(error, Exception):
                 raise self._error("Gathering", error) from error
             raise
-
-    def _take_own_part(self) -> Tensor:
-        """Take the full buffer and return this rank's part of it."""
-        chunk = self._chunk
-        assert chunk._full is not None, "a closed chunk has a full buffer"
-        chunk._full.take()
-        return chunk._own_part(chunk._full.data)
 
     @torch.no_grad()
     def _use_fetched(self, own: Tensor) -> None:
@@ -157,42 +164,41 @@ class Gathering:
             own.copy_(fetched)
             self._chunk._device.free(fetched)
 
-    def _gather_alone(self, own: Tensor) -> None:
-        self._use_fetched(own)
-        self._all_gather(own).wait()
+    def _gather_alone(self, full: FullBuffer) -> None:
+        self._use_fetched(full.own)
+        self._all_gather(full, full.own).wait()
 
-    def _all_gather(self, source: Tensor) -> Handle:
+    def _all_gather(self, full: FullBuffer, source: Tensor) -> Handle:
         chunk = self._chunk
-        assert chunk._full is not None, "it was taken"
-        travelling = chunk._travelling(chunk._full.data)
         if chunk.keeps_gathered and chunk._device.poisons:
-            first = chunk._rank * chunk.shard_numel
-            fill_with_poison(travelling[:first])
-            fill_with_poison(travelling[first + chunk.shard_numel :])
-        return chunk._collectives.all_gather(travelling, source) if chunk.shard_numel else Done()
+            first = chunk.rank * chunk.shard_numel
+            fill_with_poison(full.travelling[:first])
+            fill_with_poison(full.travelling[first + chunk.shard_numel :])
+        return chunk._collectives.all_gather(full.travelling, source) if chunk.shard_numel else Done()
 
     def wait(self) -> None:
-        """See `Chunk.gather`."""
-        chunk = self._chunk
-        if chunk.is_gathered:
-            return
-        self.start()
+        """Finish the gather that was started, unless that is done."""
         if self._running is None:
             return
+        chunk = self._chunk
         try:
             self._running.wait()
         except Exception as error:
             self._give_up()
             raise self._error("Gathering", error) from error
         self._running = None
+        self.is_under_way = False
         chunk._full_valid = True
         chunk._show()
-        chunk.rest.page_out(chunk._shard)
+        if chunk.rest.has_pages:
+            chunk.rest.page_out(chunk._shard)
 
-    def finish(self) -> None:
-        """Wait for a gather that was started."""
+    def settle(self) -> None:
+        """Finish the gather that was started, or give back what was fetched for one that was not."""
         if self._running is not None:
             self.wait()
+        else:
+            self._drop_fetched()
 
     def abandon(self) -> None:
         """Forget what is under way in an interrupted step."""
@@ -209,4 +215,4 @@ class Gathering:
 
     def _error(self, what: str, error: Exception) -> ChunkError:
         chunk = self._chunk
-        return ChunkError(f"{what} {chunk.name} failed on rank {chunk._rank}: {error}")
+        return ChunkError(f"{what} {chunk.name} failed on rank {chunk.rank}: {error}")

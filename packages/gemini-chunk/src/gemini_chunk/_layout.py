@@ -62,6 +62,16 @@ class Layout:
     """Which tensors a chunk holds, where they lie, and how many bytes follow from it.
 
     Attributes:
+        rank: index of this rank in the group that shares the chunk.
+        world_size: ranks of that group.
+        is_closed: whether its tensors have been taken into shards.
+        full_bytes: bytes of the full buffer.
+        shard_numel: elements of a shard: those in use, shared evenly and rounded up.
+        valid_numel: elements of this rank's shard that belong to a tensor; the rest is padding.
+        shard_bytes: bytes of this rank's shard of the working parameters.
+        master_dtype: what master weights and sums of gradients are kept in: fp32, or the chunk's own dtype if that is
+            wider.
+        is_own_master: whether the shard needs no separate master weights where those would rest on the same tier.
         sums_gradients: whether memory for a sum of several backwards' gradients is to be expected, for planning: from
             the start where they accumulate, and else as soon as somebody knows of it.
 
@@ -101,44 +111,23 @@ class Layout:
         self.name = name
         self.trainable = trainable and (dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1))
         self.accumulates = self.sums_gradients = accumulates
-        self.tensors: tuple[TensorInfo, ...] = ()
-        self.used_numel = 0
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
+        self.full_bytes = numel * dtype.itemsize
+        self.master_dtype = dtype if dtype.is_complex or dtype.itemsize > 4 else torch.float32
+        self.is_own_master = dtype == self.master_dtype
+        self.is_closed = False
         self._state_numel = state_numel
         self._sources: dict[Tensor, Callable[[], Tensor] | None] = {}
-        self._closed = False
+        self._set_tensors(())
 
-    @property
-    def world_size(self) -> int:
-        """Ranks that share the chunk."""
-        return self._world_size
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether its tensors have been taken into shards."""
-        return self._closed
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of a shard: those in use, shared evenly and rounded up."""
-        return math.ceil(self.used_numel / self._world_size)
-
-    @property
-    def valid_numel(self) -> int:
-        """Elements of this rank's shard that belong to a tensor; the rest is padding."""
-        start = self._rank * self.shard_numel
-        return min(max(self.used_numel - start, 0), self.shard_numel)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full buffer."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of this rank's shard of the working parameters."""
-        return self.shard_numel * self.dtype.itemsize
+    def _set_tensors(self, tensors: tuple[TensorInfo, ...]) -> None:
+        """Hold these tensors, and know how they share out over the ranks."""
+        self.tensors = tensors
+        self.used_numel = tensors[-1].end if tensors else 0
+        self.shard_numel = math.ceil(self.used_numel / self.world_size)
+        self.valid_numel = min(max(self.used_numel - self.rank * self.shard_numel, 0), self.shard_numel)
+        self.shard_bytes = self.shard_numel * self.dtype.itemsize
 
     @property
     def optim_bytes(self) -> int:
@@ -164,23 +153,17 @@ class Layout:
         return (self.shard_numel - self.valid_numel) * self.master_dtype.itemsize * self._state_numel
 
     @property
-    def is_own_master(self) -> bool:
-        """Whether the shard needs no separate master weights where those would rest on the same tier."""
-        return self.dtype == self.master_dtype
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """What master weights and sums of gradients are kept in: fp32, or the chunk's own dtype if that is wider."""
-        return self.dtype if self.dtype.is_complex or self.dtype.itemsize > 4 else torch.float32
-
-    @property
     def slices(self) -> tuple[ShardSlice, ...]:
         """The tensors' elements in this rank's shard, in order."""
         parts = (self._slice_of(info) for info in self.tensors)
         return tuple(part for part in parts if part is not None)
 
     def _slice_of(self, info: TensorInfo) -> ShardSlice | None:
-        return slice_of(info, self._rank, self.shard_numel)
+        return slice_of(info, self.rank, self.shard_numel)
+
+    def _travelling(self, buffer: Tensor) -> Tensor:
+        """The part of a full buffer that collectives carry: elements in use, rounded up to the world size."""
+        return buffer.narrow(0, 0, self.shard_numel * self.world_size)
 
     def append(self, tensor: Tensor, name: str | None = None, source: Callable[[], Tensor] | None = None) -> TensorInfo:
         """Add a tensor at the tail; its value is read when the chunk closes.
@@ -197,7 +180,7 @@ class Layout:
             ValueError: it is in this chunk already.
         """
         name = f"tensor {len(self.tensors)}" if name is None else name
-        if self._closed:
+        if self.is_closed:
             raise ChunkError(f"{self.name} is closed: {name!r} cannot be appended.")
         if tensor in self._sources:
             known = next(info.name for info in self.tensors if info.tensor is tensor)
@@ -219,7 +202,6 @@ class Layout:
                 f"{name!r} has {numel} elements; {self.name} has {self.numel - self.used_numel} of {self.numel} left."
             )
         info = TensorInfo(name, tensor, tensor.shape, self.used_numel, numel)
-        self.tensors += (info,)
+        self._set_tensors((*self.tensors, info))
         self._sources[tensor] = source
-        self.used_numel += numel
         return info

@@ -71,9 +71,12 @@ class ChunkManager:
         self._numbers = itertools.count()
         # By id, for a tensor's own hash is a Python function; the chunks keep the tensors alive.
         self._chunk_of: dict[int, tuple[Chunk, TensorInfo]] = {}
+        # By the ids of tensors used together, what each chunk has of them: a scope uses the same ones in every step.
+        self._by_chunk: dict[tuple[int, ...], Sequence[tuple[Chunk, Sequence[TensorInfo]]]] = {}
         computes, *others = self.tiers.values()
         self._reductions = Reductions(self._chunks, computes, others, self.release)
-        self._read_ahead = ReadAhead()
+        self._read_ahead = ReadAhead() if any(tier.has_pages for tier in self.tiers.values()) else None
+        # A chunk leaves when another gradient comes (a parameter used again by re-entrant recompute).
         self._reduced: set[Chunk] = set()
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -229,15 +232,17 @@ class ChunkManager:
             raise ValueError(f"{chunk.name} is not managed here.")
         for info in chunk.tensors:
             del self._chunk_of[id(info.tensor)]
+        self._by_chunk.clear()
+        self._reductions.forget(chunk)
         chunk.free()
-        self._read_ahead.forget()
+        if self._read_ahead is not None:
+            self._read_ahead.forget()
         self._chunks.remove(chunk)
         for name, group in list(self._groups.items()):
             if chunk in group:
                 group.remove(chunk)
                 if not group:
                     del self._groups[name]
-        self._reductions.forget(chunk)
         self._reduced.discard(chunk)
 
     def tier(self, name: TierName) -> Tier:
@@ -300,18 +305,23 @@ class ChunkManager:
             raise KeyError(f"A tensor of shape {tuple(tensor.shape)} is not managed here; register it first.")
         return entry
 
-    def _entries(self, tensors: Iterable[Tensor]) -> list[tuple[Chunk, TensorInfo]]:
-        tensors = tuple(tensors)
-        try:
-            return [self._chunk_of[id(tensor)] for tensor in tensors]
-        except KeyError:
-            return [self._entry(tensor) for tensor in tensors]  # raises, and says for which
+    def _split_by_chunk(self, tensors: Sequence[Tensor]) -> Sequence[tuple[Chunk, Sequence[TensorInfo]]]:
+        """Return these tensors by chunk, and remember it."""
+        infos_of: dict[Chunk, list[TensorInfo]] = {}
+        for chunk, info in map(self._entry, tensors):
+            infos_of.setdefault(chunk, []).append(info)
+        by_chunk = [(chunk, tuple(infos)) for chunk, infos in infos_of.items()]
+        self._by_chunk[tuple(map(id, tensors))] = by_chunk
+        return by_chunk
 
     # -- gathering ----------------------------------------------------------------------------------------------------
 
     def gather(self, chunk: Chunk | Tensor) -> None:
         """Make a chunk's tensors valid on the compute device; here and below, a tensor stands for its chunk."""
-        self._with_room(self._about_to_gather(chunk).gather)
+        if not isinstance(chunk, Chunk):
+            chunk = self.chunk_of(chunk)
+        if not chunk.is_gathered:
+            self._with_room(chunk, chunk.gather)
 
     def start_fetch(self, chunk: Chunk | Tensor) -> Handle:
         """Start to bring a chunk's shard from where it rests to the compute device, ahead of its gather.
@@ -322,7 +332,8 @@ class ChunkManager:
         chunk = self._chunk(chunk)
         if not chunk.can_fetch:
             return _DONE
-        self._read_ahead.gathering(chunk)
+        if self._read_ahead is not None:
+            self._read_ahead.gathering(chunk)
         try:
             return chunk.start_fetch()
         except TierFullError:
@@ -330,17 +341,14 @@ class ChunkManager:
 
     def start_gather(self, chunk: Chunk | Tensor) -> Handle:
         """Start to gather; the handle waits, and so do a later `gather` and `begin_use`."""
-        chunk = self._about_to_gather(chunk)
-        return _DONE if chunk.is_gathered else self._with_room(chunk.start_gather)
+        if not isinstance(chunk, Chunk):
+            chunk = self.chunk_of(chunk)
+        return _DONE if chunk.is_gathered else self._with_room(chunk, chunk.start_gather)
 
-    def _about_to_gather(self, chunk: Chunk | Tensor) -> Chunk:
-        chunk = self._chunk(chunk)
-        if chunk.missing_bytes and not chunk.is_fetched:
+    def _with_room(self, chunk: Chunk, gather: Callable[[], _ResultT]) -> _ResultT:
+        """Gather a chunk; where the device is full, first give back what is fetched, and buffers of gradients."""
+        if self._read_ahead is not None and chunk.missing_bytes and not chunk.is_fetched:
             self._read_ahead.gathering(chunk)
-        return chunk
-
-    def _with_room(self, gather: Callable[[], _ResultT]) -> _ResultT:
-        """Gather; where the device is full, first give back what is fetched, and buffers of gradients."""
         try:
             return gather()
         except TierFullError as error:
@@ -363,8 +371,9 @@ class ChunkManager:
         def fits() -> bool:
             return device.fits(sum(chunk.missing_bytes for chunk in chunks))
 
-        if not fits():
-            self._reductions.buffers.make_room(fits)
+        if fits():
+            return True
+        self._reductions.buffers.make_room(fits)
         for kept in (chunks, ()):
             if not fits():
                 self._forget_fetched(kept)
@@ -377,7 +386,8 @@ class ChunkManager:
 
     def release(self, chunk: Chunk | Tensor) -> None:
         """Give the chunk's full buffer back, unless it keeps gathered or one of its tensors is in use."""
-        chunk = self._chunk(chunk)
+        if not isinstance(chunk, Chunk):
+            chunk = self.chunk_of(chunk)
         if chunk.users == 0:
             chunk.release()
 
@@ -423,17 +433,21 @@ class ChunkManager:
             TierFullError: the compute device has no room. Here and after any other error nothing is in use that was
                 not, and nothing gathered.
         """
-        entries = self._entries(tensors)
-        missing = [chunk for chunk, _ in entries if not chunk.is_gathered]
+        tensors = tuple(tensors)
+        ids = tuple(map(id, tensors))
+        by_chunk = self._by_chunk[ids] if ids in self._by_chunk else self._split_by_chunk(tensors)
+        gathered: list[Chunk] = []
         try:
-            for chunk in missing:
-                self.gather(chunk)
+            for chunk, _ in by_chunk:
+                if not chunk.is_gathered:
+                    gathered.append(chunk)
+                    self.gather(chunk)
         except BaseException:
-            for chunk in missing:
+            for chunk in gathered:
                 self.release(chunk)
             raise
-        for chunk, info in entries:
-            chunk.begin_use(info)
+        for chunk, infos in by_chunk:
+            chunk.begin_use(infos)
 
     def end_use(self, tensors: Iterable[Tensor], *, in_backward: bool) -> None:
         """Undo one `begin_use` of these tensors.
@@ -447,11 +461,13 @@ class ChunkManager:
             ChunkError: a tensor is not in use; the others' uses end. In debug mode also if values changed between
                 forward and backward.
         """
-        entries = self._entries(tensors)
+        tensors = tuple(tensors)
+        ids = tuple(map(id, tensors))
+        by_chunk = self._by_chunk[ids] if ids in self._by_chunk else self._split_by_chunk(tensors)
         failed: ChunkError | None = None
-        for chunk, info in entries:
+        for chunk, infos in by_chunk:
             try:
-                chunk.end_use(info, in_backward=in_backward)
+                chunk.end_use(infos, in_backward=in_backward)
             except ChunkError as error:
                 failed = failed or error
         if failed is not None:
@@ -464,6 +480,7 @@ class ChunkManager:
             Whether every tensor of the chunk has a gradient now: `start_reduce` may follow, on all ranks or on none.
         """
         chunk, info = self._entry(tensor)
+        self._reduced.discard(chunk)
         return chunk.take_gradients([(info, gradient)], self._reductions.buffers)
 
     def take_gradients(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -474,8 +491,12 @@ class ChunkManager:
         """
         by_chunk: dict[Chunk, list[tuple[TensorInfo, Tensor]]] = {}
         for tensor, gradient in gradients:
-            chunk, info = self._entry(tensor)
-            by_chunk.setdefault(chunk, []).append((info, gradient))
+            chunk, info = self._chunk_of.get(id(tensor)) or self._entry(tensor)
+            if chunk not in by_chunk:
+                by_chunk[chunk] = []
+                if chunk in self._reduced:
+                    self._reduced.remove(chunk)
+            by_chunk[chunk].append((info, gradient))
         with torch._C._DisableTorchDispatch():  # see `Tier.allocate`
             for chunk, taken in by_chunk.items():
                 chunk.take_gradients(taken, self._reductions.buffers)
@@ -487,8 +508,9 @@ class ChunkManager:
         it, so calling this is a matter of memory and overlap only.
         """
         chunk = self._chunk(chunk)
+        reduction = self._reductions.start(chunk)
         self._reduced.add(chunk)
-        return self._reductions.start(chunk)
+        return reduction
 
     def finish_backward(self, unused: Set[Tensor] = frozenset(), *, keep_local: bool = False) -> None:
         """Reduce what is left and bring every chunk to rest; every rank calls it after each backward.
@@ -500,28 +522,25 @@ class ChunkManager:
             keep_local: reduce nothing; this rank's gradients wait for those of the next backward.
         """
         for chunk in self._chunks:
-            for info in chunk.tensors:
-                if info.users:
+            if chunk.users:
+                used = [info for info in chunk.tensors if info.users]
+                for info in used:
                     info.users = 1
-                    self.end_use((info.tensor,), in_backward=chunk.trainable)
+                chunk.end_use(used, in_backward=chunk.trainable)
         if not keep_local:
             self._reduce_rest(unused)
         self._reduced.clear()
         self.rest()
 
     def _reduce_rest(self, unused: Set[Tensor]) -> None:
-        chunks = [chunk for chunk in reversed(self._chunks) if chunk.trainable]
-        for chunk in chunks:
-            used = [info for info in chunk.tensors if info.tensor not in unused]
+        for chunk in reversed(self._chunks):
+            if not chunk.trainable:
+                continue
+            used = [info for info in chunk.tensors if info.tensor not in unused] if unused else chunk.tensors
             chunk.note_gradients(used)
             if used and chunk not in self._reduced:
                 self._reductions.start(chunk)
         self._reductions.finish()
-        # Gradients that came after their chunk had been reduced (a parameter used again by re-entrant recompute).
-        for chunk in chunks:
-            if chunk.has_local_gradient:
-                self._reductions.start(chunk)
-                self._reductions.finish()
 
     def rest(self) -> None:
         """Release every chunk that nobody uses and give the gradient buffers back."""
@@ -529,7 +548,8 @@ class ChunkManager:
         for chunk in self._chunks:
             if chunk.is_closed:
                 chunk.settle_states()
-                self.release(chunk)
+                if chunk.users == 0:
+                    chunk.release()
         self._reductions.buffers.clear()
 
     def reset(self) -> None:

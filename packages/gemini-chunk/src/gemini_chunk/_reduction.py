@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from gemini_chunk._collectives import Done, Handle, Waiting
+from gemini_chunk._collectives import Done, Handle
 from gemini_chunk._errors import ChunkError, TierFullError
-from gemini_chunk._full import settle_states
 from gemini_chunk._states import TensorInfo, TensorState
-from gemini_chunk._tiers import Tier, fill_with_poison
+from gemini_chunk._tiers import Tier
 
 if TYPE_CHECKING:
     from gemini_chunk._chunk import Chunk
@@ -37,7 +37,7 @@ class BufferPool(Protocol):
         """
 
     def give_back(self, buffer: Tensor) -> None:
-        """Take the buffer back; nobody reads it any more."""
+        """Take the buffer back; nobody reads it any more, and where its tier poisons it is filled."""
 
     def make_room(self, is_enough: Callable[[], bool]) -> None:
         """Wait for reductions under way and free the buffers that nobody has borrowed.
@@ -66,26 +66,33 @@ class Reduction:
 
     Attributes:
         result: the reduced gradient, shape ``(shard_numel,)``, or None.
+        carrying: the copy to where it waits, while it is on its way.
     """
 
     def __init__(self, chunk: Chunk) -> None:
         self.result: Tensor | None = None
+        self.carrying: Handle | None = None
         self._chunk = chunk
         self._result_tier: Tier | None = None
+        self._share = 1 / chunk.world_size
         self._buffer: Tensor | None = None
         self._aside: tuple[Tensor, Tier] | None = None
         self._pool: BufferPool | None = None
-        self._num_ready = 0
+        self._num_missing = 0
         self._running: Handle | None = None
+        self._sent: Tensor | None = None
         self._target: Tensor | None = None
-        self._starts = 0
-        self._carrying: Handle | None = None
         self._give_back: Callable[[], None] | None = None
 
     @property
     def is_filling(self) -> bool:
         """Whether gradients of this rank wait for a reduction that has not started."""
-        return (self._buffer is not None or self._aside is not None) and self._running is None
+        return self._buffer is not None or self._aside is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no gradient: none that waits, is under way or reduced."""
+        return self.result is None and self._running is None and self._buffer is None and self._aside is None
 
     @property
     def takes_place(self) -> bool:
@@ -94,54 +101,68 @@ class Reduction:
 
     @property
     def _is_in_place(self) -> bool:
-        return self.result is not None and self.result is self._chunk._shard
+        return self.result is self._chunk._shard
 
     @property
     def displaced_bytes(self) -> int:
         """Bytes of the compute device that a gradient in the parameters' place would take once those are asked for."""
         chunk = self._chunk
-        return chunk.shard_numel * chunk.master_dtype.itemsize * (self._is_in_place and self._own_tier is chunk._device)
+        displaces = self._is_in_place and self._own_tier is chunk._device
+        return chunk.shard_numel * chunk.master_dtype.itemsize if displaces else 0
 
-    def take(self, gradients: Iterable[tuple[TensorInfo, Tensor]], pool: BufferPool) -> bool:
+    def take(self, gradients: Sequence[tuple[TensorInfo, Tensor]], pool: BufferPool) -> bool:
         """See `Chunk.take_gradients`."""
-        buffer = self._buffer_from(pool)
-        share = 1 / self._chunk.world_size
-        small: list[tuple[int, Tensor]] = []
+        buffer = self._borrow(pool) if self._buffer is None else self._buffer
+        firsts: list[tuple[int, int, Tensor]] = []
         others: list[tuple[TensorInfo, Tensor]] = []
         for info, gradient in gradients:
             if gradient.layout != torch.strided:
                 gradient = gradient.to_dense()
+            if gradient.requires_grad:  # so it comes with create_graph
+                gradient = gradient.detach()
             if info.state is TensorState.READY_FOR_REDUCE:
                 others.append((info, gradient))
-                continue
-            info.state = TensorState.READY_FOR_REDUCE  # legal from all others, by way of those between
-            self._num_ready += 1
-            if gradient.nbytes < _LARGE_BYTES:
-                small.append((info.offset, gradient))
             else:
-                _write_share(_part(buffer, info), gradient, share)
-        for offset, run in _runs(small):
-            _write_share(buffer.narrow(0, offset, run.numel()), run, share)
+                info.state = TensorState.READY_FOR_REDUCE  # legal from all others, by way of those between
+                self._num_missing -= 1
+                firsts.append((info.offset, info.numel, gradient))
+        share = self._share
+        for offset, numel, gradient in _joined(firsts) if len(firsts) > 1 else firsts:
+            part = buffer.narrow(0, offset, numel).view(gradient.shape)
+            # Both in the buffer's dtype, so that the bits depend on nothing else.
+            if share != 1 and gradient.dtype == part.dtype:
+                torch.mul(gradient, share, out=part)
+            else:
+                part.copy_(gradient)
+                if share != 1:
+                    part.mul_(share)
         for info, gradient in others:
-            _part(buffer, info).add_(gradient, alpha=share)
-        return self._num_ready == len(self._chunk.tensors)
+            buffer.narrow(0, info.offset, info.numel).view(info.shape).add_(gradient, alpha=share)
+        return self._num_missing == 0
 
-    def _buffer_from(self, pool: BufferPool) -> Tensor:
+    def _borrow(self, pool: BufferPool) -> Tensor:
+        """Take a buffer for gradients that come after the last reduction, with those in it that were set aside."""
+        chunk = self._chunk
+        chunk._need_trainable()
         if self._running is not None:
             self.wait()
-        if self._buffer is None:
-            self.land()  # the last gradient may be on its way still, and has memory of the device
-            chunk = self._chunk
-            self._buffer, self._pool = pool.take(chunk.numel, chunk.reduce_dtype), pool
-            if chunk._device.poisons:
-                fill_with_poison(self._buffer)
-            self._bring_back(self._buffer)
-        return self._buffer
+        if self.carrying is not None:  # it has memory of the device
+            self.land()
+        buffer = pool.take(chunk.numel, chunk.reduce_dtype)
+        self._buffer, self._pool = buffer, pool
+        if self._aside is not None:
+            aside, tier = self._aside
+            buffer[: chunk.numel].copy_(aside)
+            chunk._device.receive(tier, aside.nbytes)
+            self._forget_aside()
+        else:
+            self._num_missing = len(chunk.tensors)
+        return buffer
 
     def set_aside(self, tier: Tier) -> bool:
         """See `Chunk.set_gradient_aside`."""
         chunk, buffer = self._chunk, self._buffer
-        if buffer is None or self._running is not None:
+        if buffer is None:
             return False
         try:
             aside = tier.allocate(chunk.numel, chunk.reduce_dtype, f"{chunk.name} gradient set aside")
@@ -153,13 +174,6 @@ class Reduction:
         self._return_buffer()
         return True
 
-    def _bring_back(self, buffer: Tensor) -> None:
-        if self._aside is not None:
-            aside, tier = self._aside
-            buffer[: self._chunk.numel].copy_(aside)
-            self._chunk._device.receive(tier, aside.nbytes)
-            self._forget_aside()
-
     def _forget_aside(self) -> None:
         if self._aside is not None:
             aside, tier = self._aside
@@ -169,47 +183,49 @@ class Reduction:
     def start(self, pool: BufferPool) -> Handle:
         """See `Chunk.start_reduce`."""
         chunk = self._chunk
+        if self._buffer is None:
+            chunk._need_trainable()
         chunk._finish_transfers()  # they read the shard, which the gradient may replace
-        buffer = self._buffer_from(pool)
-        for info in chunk.tensors:
-            if info.state is not TensorState.READY_FOR_REDUCE:
-                buffer.narrow(0, info.offset, info.numel).zero_()
+        buffer = self._borrow(pool) if self._buffer is None else self._buffer
+        if self._num_missing:
+            for info in chunk.tensors:
+                if info.state is not TensorState.READY_FOR_REDUCE:
+                    buffer.narrow(0, info.offset, info.numel).zero_()
         travelling = chunk._travelling(buffer)
-        if travelling.numel() > chunk.used_numel:
+        if chunk.shard_numel * chunk.world_size > chunk.used_numel:
             travelling[chunk.used_numel :] = 0
         if chunk.world_size == 1:  # the gradient of a single rank is reduced already
             self._settle_alone(buffer, travelling)
-            return Done()
+            return self
         self._buffer = None  # nobody sets it aside meanwhile
         try:
-            self._target = self._choose_target(pool)
-        finally:
+            target = self._choose_target(pool)
+        except BaseException:
             self._buffer = buffer
-        self._starts += 1
+            raise
+        self._sent, self._target = buffer, target
         try:
-            reduce_scatter = chunk._collectives.reduce_scatter
-            self._running = reduce_scatter(self._target, travelling) if chunk.shard_numel else Done()
-            chunk.sent_bytes += self._target.nbytes * (chunk.world_size - 1)
+            self._running = chunk._collectives.reduce_scatter(target, travelling) if chunk.shard_numel else Done()
         except Exception as error:
             self._fail(error)
-        number = self._starts
-        return Waiting(lambda: self.wait() if self._starts == number else None)
+        chunk.sent_bytes += target.nbytes * (chunk.world_size - 1)
+        return self
 
     def _settle_alone(self, buffer: Tensor, reduced: Tensor) -> None:
         self.land()
-        pool, self._buffer = self._pool, None
+        chunk, pool, self._buffer = self._chunk, self._pool, None
         assert pool is not None, "it has lent the buffer"
         try:
-            is_kept = self._settle(reduced, lambda: self._give_back_buffer(buffer, pool))
+            is_kept = self._settle(reduced, lambda: pool.give_back(buffer))
         except (TierFullError, OSError):  # no room there, or none on the disk
             self._buffer = buffer
             raise
         except ChunkError:
-            self._finish_states()
+            chunk.settle_states(reduced=True)
             raise
         if is_kept and not reduced.numel():
-            self._give_back_buffer(buffer, pool)
-        self._finish_states()
+            pool.give_back(buffer)
+        chunk.settle_states(reduced=True)
 
     def _choose_target(self, pool: BufferPool) -> Tensor:
         """Return what to reduce into: the shard itself where it lies on the compute device and may be replaced."""
@@ -228,8 +244,9 @@ class Reduction:
     def _may_replace(self) -> bool:
         """Whether the gradient may take the place of this rank's working parameters now."""
         chunk = self._chunk
-        read = chunk.keeps_gathered and chunk.users
-        return chunk._master is not None and not chunk.accumulates and self.result is None and not read
+        if chunk._master is None or chunk.accumulates or self.result is not None:
+            return False
+        return not (chunk.keeps_gathered and chunk.users)  # somebody reads them
 
     def _replaceable_shard(self) -> Tensor:
         if self._chunk.keeps_gathered and self._chunk.is_gathered:
@@ -240,7 +257,8 @@ class Reduction:
         """See `Chunk.wait_reduce`."""
         if self._running is None:
             return
-        self.land()
+        if self.carrying is not None:
+            self.land()
         chunk, target = self._chunk, self._target
         assert target is not None
         try:
@@ -251,29 +269,25 @@ class Reduction:
         self._return_buffer()
         if target is chunk._shard:
             self.result, self._result_tier = target, None
-            chunk._rest.receive(chunk._device, target.nbytes)
+            chunk.rest.receive(chunk._device, target.nbytes)
         else:
             try:
                 self._settle(target, lambda: chunk._device.free(target))
             except ChunkError:
                 self._running = self._target = None
-                self._finish_states()
+                chunk.settle_states(reduced=True)
                 raise
         self._running = self._target = None
-        self._finish_states()
+        chunk.settle_states(reduced=True)
 
     def _fail(self, error: Exception) -> NoReturn:
         chunk = self._chunk
         self._running = None
         self._return_buffer()
         self._forget_target()
-        self._finish_states()
+        chunk.settle_states(reduced=True)
         chunk._show_again()
         raise ChunkError(f"Reducing {chunk.name} failed on rank {chunk._collectives.rank}: {error}") from error
-
-    def _finish_states(self) -> None:
-        self._num_ready = 0
-        settle_states(self._chunk.tensors, visible=self._chunk.is_gathered)
 
     def _settle(self, reduced: Tensor, give_back: Callable[[], None]) -> bool:
         """Carry a reduced gradient from the compute device to where it waits for the optimizer.
@@ -290,22 +304,23 @@ class Reduction:
             ChunkError: copying failed at once; the gradient is dropped.
         """
         chunk = self._chunk
-        self.give_place_back()
-        if self.result is None and not self._may_replace and chunk._rest is chunk._device and not chunk.accumulates:
+        adds = self.result is not None
+        if self.result is not None:
+            self.give_place_back()
+        elif self._may_replace:
+            self.result, self._result_tier = self._replaceable_shard(), None
+        elif chunk.rest is chunk._device and not chunk.accumulates:
             self.result, self._result_tier = reduced, chunk._device
             return True
-        adds = self.result is not None
-        if self._may_replace:
-            self.result, self._result_tier = self._replaceable_shard(), None
-        elif self.result is None:
+        else:
             self.result, self._result_tier = self._own_memory(), self._own_tier
         self._tier.receive(chunk._device, reduced.nbytes)
         self._give_back = give_back
         try:
-            self._carrying = self._carry(self.result, reduced, adds=adds)
+            self.carrying = self._carry(self.result, reduced, adds=adds)
         except Exception as error:
             self._lose(error)
-        if isinstance(self._carrying, Done):
+        if isinstance(self.carrying, Done):
             self.land()
         return False
 
@@ -325,17 +340,17 @@ class Reduction:
         Raises:
             ChunkError: copying failed; the gradient is dropped.
         """
-        if self._carrying is None:
+        if self.carrying is None:
             return
         try:
-            self._carrying.wait()
+            self.carrying.wait()
         except Exception as error:
             self._lose(error)
         self._arrive()
         self._page_out()
 
     def _arrive(self) -> None:
-        give_back, self._carrying, self._give_back = self._give_back, None, None
+        give_back, self.carrying, self._give_back = self._give_back, None, None
         if give_back is not None:
             give_back()
 
@@ -356,12 +371,12 @@ class Reduction:
     @property
     def _own_tier(self) -> Tier:
         """Where memory of the gradient's own is: with the master weights, whose update is all that reads a sum."""
-        return self._chunk._master_tier or self._chunk._rest
+        return self._chunk._master_tier or self._chunk.rest
 
     @property
     def _tier(self) -> Tier:
         """Where the reduced gradient is."""
-        return self._result_tier or self._chunk._rest
+        return self._result_tier or self._chunk.rest
 
     def _page_out(self) -> None:
         if self.result is not None:
@@ -393,7 +408,7 @@ class Reduction:
         if self._is_in_place:
             self.land()
             self.result, self._result_tier = self._own_memory().copy_(chunk._shard), self._own_tier
-            self._own_tier.receive(chunk._rest, chunk.shard_bytes)
+            self._own_tier.receive(chunk.rest, chunk.shard_bytes)
             self._restore_shard()
             self._page_out()
 
@@ -404,15 +419,12 @@ class Reduction:
         chunk._page_out()
 
     def _return_buffer(self) -> None:
-        buffer, self._buffer = self._buffer, None
+        """Return the buffer, which was sent or still fills."""
+        buffer = self._sent if self._buffer is None else self._buffer
+        self._buffer = self._sent = None
         if buffer is not None:
             assert self._pool is not None, "it has lent the buffer"
-            self._give_back_buffer(buffer, self._pool)
-
-    def _give_back_buffer(self, buffer: Tensor, pool: BufferPool) -> None:
-        if self._chunk._device.poisons:
-            fill_with_poison(buffer)
-        pool.give_back(buffer)
+            self._pool.give_back(buffer)
 
     def _forget_target(self) -> None:
         target, self._target = self._target, None
@@ -427,7 +439,7 @@ class Reduction:
         if self.is_filling:
             self._return_buffer()
             self._forget_aside()
-            self._finish_states()
+            self._chunk.settle_states(reduced=True)
         self._land_anyhow()
         if self._is_in_place:
             self._restore_shard()
@@ -450,38 +462,27 @@ class Reduction:
         self._forget_target()
         self._return_buffer()
         self._forget_aside()
-        self._num_ready = 0
 
     def _land_anyhow(self) -> None:
         with contextlib.suppress(ChunkError):  # a gradient that is about to be forgotten may be lost
             self.land()
 
 
-def _part(buffer: Tensor, info: TensorInfo) -> Tensor:
-    return buffer.narrow(0, info.offset, info.numel).view(info.shape)
-
-
-def _write_share(part: Tensor, gradient: Tensor, share: float) -> None:
-    """Write a gradient times ``share``; both in the dtype of ``part``, so that the bits depend on nothing else."""
-    if share != 1 and part.dtype == gradient.dtype:
-        torch.mul(gradient, share, out=part)
-        return
-    part.copy_(gradient)
-    if share != 1:
-        part.mul_(share)
-
-
-def _runs(gradients: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """Join gradients that lie side by side in the buffer, given with their offsets; yield flat ones with theirs."""
+def _joined(gradients: list[tuple[int, int, Tensor]]) -> Iterator[tuple[int, int, Tensor]]:
+    """Join small gradients that lie side by side in the buffer; each comes with its offset and number of elements."""
     first = end = -1
     run: list[Tensor] = []
-    for offset, gradient in sorted(gradients, key=lambda pair: pair[0]):
-        if run and (offset != end or gradient.dtype != run[0].dtype):
-            yield first, torch._utils._flatten_dense_tensors(run)
+    for offset, numel, gradient in sorted(gradients, key=itemgetter(0)):
+        is_small = gradient.nbytes < _LARGE_BYTES
+        if run and not (is_small and offset == end and gradient.dtype == run[0].dtype):
+            yield first, end - first, torch._utils._flatten_dense_tensors(run)
             run = []
+        if not is_small:
+            yield offset, numel, gradient
+            continue
         if not run:
-            first = end = offset
+            first = offset
         run.append(gradient)
-        end += gradient.numel()
+        end = offset + numel
     if run:
-        yield first, torch._utils._flatten_dense_tensors(run)
+        yield first, end - first, torch._utils._flatten_dense_tensors(run)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from gemini_chunk._buffers import GradientBuffers
 from gemini_chunk._chunk import Chunk
 from gemini_chunk._collectives import Handle
+from gemini_chunk._reduction import Reduction
 from gemini_chunk._tiers import Tier
-
-# One buffer is filled while one is being reduced: more would only hold memory.
-_IN_FLIGHT = 1
 
 
 class Reductions:
-    """Starts the reductions of a manager's chunks, and finishes them in the order in which they were started.
+    """Starts the reductions of a manager's chunks, and finishes each before the next one starts.
+
+    So one buffer is filled while one is being reduced: more would only hold memory.
 
     Args:
         chunks: the manager's own list.
@@ -34,42 +33,50 @@ class Reductions:
         self._chunks = chunks
         self._others = others
         self._release = release
-        self._in_flight: deque[Chunk] = deque()
-        self._landing: list[Chunk] = []
+        self._running: Reduction | None = None
+        self._landing: list[Reduction] = []
 
     def start(self, chunk: Chunk) -> Handle:
         """Start a chunk's reduction, and release the chunk."""
-        self.land()
-        while len(self._in_flight) >= _IN_FLIGHT:
-            self._finish_first()
-        handle = chunk.start_reduce(self.buffers)
-        (self._landing if chunk.world_size == 1 else self._in_flight).append(chunk)
+        if self._landing:
+            self.land()
+        if self._running is not None:
+            self._finish_running()
+        reduction = chunk._reduction
+        reduction.start(self.buffers)
+        if chunk.world_size > 1:
+            self._running = reduction
+        elif reduction.carrying is not None:
+            self._landing.append(reduction)
         self._release(chunk)
-        return handle
+        return reduction
 
     def finish(self) -> None:
         """Wait until all are over and their results have landed."""
-        while self._in_flight:
-            self._finish_first()
+        self._finish_running()
         self.land()
 
-    def _finish_first(self) -> None:
-        self._in_flight[0].wait_reduce()  # stays first where its tier is full: another wait goes on from there
-        self._landing.append(self._in_flight.popleft())
+    def _finish_running(self) -> None:
+        if (running := self._running) is not None:
+            running.wait()  # it stays where its tier is full: another wait goes on from there
+            self._running = None
+            if running.carrying is not None:
+                self._landing.append(running)
 
     def land(self) -> None:
         """Wait for gradients on their way to host or disk: no more than one chunk's takes memory of the device."""
         while self._landing:
-            self._landing.pop().wait_gradient()
+            self._landing.pop().land()
 
     def forget(self, chunk: Chunk) -> None:
-        """Forget a chunk that is given up."""
-        self._in_flight = deque(other for other in self._in_flight if other is not chunk)
-        self._landing = [other for other in self._landing if other is not chunk]
+        """Forget a chunk that is about to be given up."""
+        if self._running is chunk._reduction:
+            self._running = None
+        self._landing = [other for other in self._landing if other is not chunk._reduction]
 
     def forget_all(self) -> None:
         """Forget what is under way, for the chunks have, and free the buffers that nobody has borrowed."""
-        self._in_flight.clear()
+        self._running = None
         self._landing.clear()
         self.buffers.clear()
 

@@ -54,6 +54,8 @@ class TensorInfo:
         address: where the view or the placeholder lies that the tensor was given last.
         forward_generation: the chunk's generation when a forward used it last; kept in debug mode.
         begun_with: its value when its use began; kept in debug mode.
+        placeholder_address: where its placeholder lies.
+        has_gradient: whether some rank gave a gradient of it since the last `commit` or `discard` of its chunk.
     """
 
     name: str
@@ -67,6 +69,8 @@ class TensorInfo:
     version: int = field(default=0, repr=False)
     address: int = field(default=0, init=False, repr=False)
     begun_with: Tensor | None = field(default=None, init=False, repr=False)
+    has_gradient: bool = field(default=False, init=False, repr=False)
+    placeholder_address: int = field(default=0, init=False, repr=False)
     placeholder: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
     view: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
 

@@ -42,6 +42,7 @@ class Tier:
         used_elsewhere: bytes that another rank has in use here beyond this one's. `fits` counts them, so that all ranks
             answer alike; who knows the ranks sets it.
         received: bytes that came from other tiers so far, by name of the tier.
+        has_pages: whether what lives here can leave the process with `page_out` until it is needed: the disk tier.
         poisons: fill memory with NaN when it is allocated and before it is freed; set in debug mode.
         incoming: copies into this tier from others; of the tier that computes it does nothing, for the others' copiers
             do all that goes there or comes from there.
@@ -70,6 +71,7 @@ class Tier:
         self._holders: dict[str, int] = {}
         self._allocated: dict[int, tuple[str, int]] = {}
         self._mappings = mappings
+        self.has_pages = isinstance(mappings, _Files)
 
     def __repr__(self) -> str:
         limit = "no capacity" if self.capacity is None else f"capacity {self.capacity:,}"
@@ -100,7 +102,8 @@ class Tier:
         if num_bytes == 0:
             return
         self.used += num_bytes
-        self.peak = max(self.peak, self.used)
+        if self.used > self.peak:
+            self.peak = self.used
         self._holders[holder] = self._holders.get(holder, 0) + num_bytes
 
     def discharge(self, holder: str, num_bytes: int) -> None:
