@@ -153,7 +153,7 @@ def check_traffic(rank: int, world_size: int, kind: str) -> None:
         return reduce(self, shard, full)
 
     def counting_all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        assert tensor.numel() <= 4, "the only all-reduce of a step is a small one"
+        assert tensor.numel() <= 5, "the only all-reduce of a step is a small one"
         counter.calls["all-reduce"] = counter.calls.get("all-reduce", 0) + 1
         return all_reduce(tensor, *args, **kwargs)
 
@@ -184,8 +184,8 @@ def check_traffic(rank: int, world_size: int, kind: str) -> None:
         if shard_param_frac == 1.0:
             held_times[held] = min(held_times.get(held, 2 * len(chunks)), sum(times))
         assert max(times) <= most, (times, prefetch)
-        # The gradients' norm, and whether the step went well on every rank.
-        assert counter.calls == {"all-gather": sum(times), "reduce-scatter": len(chunks), "all-reduce": 2}
+        # The gradients' norm. Whether the step went well nobody asks, for all of it stays on the device.
+        assert counter.calls == {"all-gather": sum(times), "reduce-scatter": len(chunks), "all-reduce": 1}
         travelling = [chunk.shard_numel * world_size for chunk in chunks]
         wanted = sum((count + 1) * numel for count, numel in zip(times, travelling, strict=True))
         assert counter.sent == pytest.approx(wanted * (world_size - 1) / world_size)

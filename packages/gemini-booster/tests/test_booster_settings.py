@@ -53,6 +53,25 @@ def test_precision_is_that_of_the_working_parameters(precision: str, dtype: torc
     assert {shard.master().dtype for shard in model.shards} == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    ("settings", "stays"),
+    [
+        ({}, True),
+        ({"precision": "bf16"}, True),
+        ({"host_capacity": "1GiB"}, True),
+        ({"device_capacity": "1GiB"}, False),
+        ({"offload_optim_frac": 1.0}, False),
+        ({"offload_optim_frac": 1.0, "offload_param_frac": 1.0}, False),
+        ({"placement_policy": "auto"}, False),
+    ],
+)
+def test_a_model_is_resident_if_all_of_it_stays_on_a_device_without_a_limit(
+    settings: dict[str, object], stays: bool
+) -> None:
+    model = GeminiDDP(torch.nn.Linear(3, 2), **{"precision": "fp32", **settings})  # type: ignore[arg-type] # they vary
+    assert model.is_resident == stays
+
+
 def test_defaults_are_those_that_users_know() -> None:
     plugin = GeminiPlugin()
     assert (plugin.precision, plugin.placement_policy) == ("fp16", "static")

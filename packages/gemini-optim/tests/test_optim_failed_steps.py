@@ -30,6 +30,7 @@ def make(name: str, dtype: torch.dtype, group: dist.ProcessGroup | None = None) 
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     model = PlainModel(params, chunk_numel=60, process_group=group)
+    model.is_resident = False
     zero = ZeroOptimizer(
         MAKERS[name](params), model, max_norm=0.5, initial_scale=8.0, growth_interval=1, block_numel=BLOCK_NUMEL
     )

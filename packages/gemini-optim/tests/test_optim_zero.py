@@ -96,6 +96,49 @@ def test_chunks_and_blocks_of_any_size_give_the_same_bits(chunk_numel: int, bloc
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("stays", "dtype", "max_norm", "calls"),
+    [
+        (True, torch.float32, 0.0, [5, 1, 1]),
+        (False, torch.float32, 0.0, [5, 5, 5]),
+        (True, torch.float32, 0.7, [5, 5, 5]),  # the product with the clip coefficient stays in cache
+        (True, torch.bfloat16, 0.0, [5, 5, 5]),  # gradients are cast into memory of one block
+    ],
+)
+def test_what_stays_and_takes_no_memory_is_updated_in_one_call(
+    stays: bool, dtype: torch.dtype, max_norm: float, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = make_params(dtype), make_params(dtype)
+    model = PlainModel(ours, chunk_numel=50)
+    model.is_resident = stays
+    zero = ZeroOptimizer(MAKERS["hybrid"](ours), model, block_numel=48, max_norm=max_norm)
+    numbers: list[int] = []
+    kernel = torch._fused_adamw_
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *a, **k: (numbers.append(len(a[0])), kernel(*a, **k))[1])
+    counts = []
+    for step in range(3):
+        train(zero, ours, [step])
+        counts.append(len(numbers))
+        numbers.clear()
+    assert counts == calls
+    other = ZeroOptimizer(MAKERS["hybrid"](theirs), PlainModel(theirs), max_norm=max_norm)
+    train(other, theirs, range(3))
+    assert_equal(ours, theirs)
+
+
+def test_loaded_states_are_updated_in_blocks_once_whatever_the_dtype_of_the_weights() -> None:
+    params, others = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    zero = ZeroOptimizer(MAKERS["hybrid"](params), PlainModel(params, chunk_numel=50), block_numel=20)
+    train(zero, params, range(2))
+    saved = zero.state_dict()
+    other = ZeroOptimizer(MAKERS["hybrid"](others), PlainModel(others, chunk_numel=50), block_numel=20)
+    train(other, others, range(2))
+    other.load_state_dict(saved)
+    train(zero, params, range(2, 4))
+    train(other, others, range(2, 4))
+    assert_equal(params, others)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_gradients_update_fp32_master_weights(dtype: torch.dtype) -> None:
     ours = make_params(dtype)

@@ -172,26 +172,40 @@ def test_overflow_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
     run_ranks(skip_together, world_size)
 
 
-def count_collectives(rank: int, world_size: int) -> list[str]:
+def count_collectives(rank: int, world_size: int, name: str, stays: bool) -> list[list[tuple[str, int]]]:
     params = make_params()
     # A chunk for each parameter: the scalar's is all padding on every rank but the first.
     model = PlainModel(params, chunk_numel=1, process_group=dist.group.WORLD)
     assert any(not shard.slices for shard in model.shards) == (rank > 0)
-    zero = ZeroOptimizer(MAKERS["hybrid"](make_groups(params)), model, max_norm=1.0)
-    backward(zero, params, rank, 0)
-    calls = []
-    for name in ("all_reduce", "broadcast", "all_gather_object", "send", "recv", "barrier"):
-        original = getattr(dist, name)
-        setattr(dist, name, lambda *a, n=name, f=original, **k: (calls.append((n, a[0].numel())), f(*a, **k))[1])
-    zero.step()
-    return calls
+    model.is_resident = stays or rank > 0
+    zero = ZeroOptimizer(MAKERS[name](make_groups(params)), model, max_norm=1.0)
+    calls: list[tuple[str, int]] = []
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather_object", "send", "recv")}
+    counts = []
+    for step, count in enumerate([3, 3, 4, 4]):  # the fourth parameter is the scalar, which is on one rank alone
+        pairs = list(zip(params, gradients(rank, step), strict=True))[:count]
+        zero.backward(torch.stack([(param * grad).sum() for param, grad in pairs]).sum())
+        for name, original in originals.items():
+            setattr(dist, name, lambda *a, n=name, f=original, **k: (calls.append((n, a[0].numel())), f(*a, **k))[1])
+        zero.step()
+        for name, original in originals.items():
+            setattr(dist, name, original)
+        counts.append(calls.copy())
+        calls.clear()
+    return counts
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_step_sends_four_numbers_before_the_update_and_one_after_it(world_size: int) -> None:
-    expected = [("all_reduce", 4), ("all_reduce", 1)] if world_size > 1 else []
-    assert run_ranks(count_collectives, world_size) == [expected] * world_size
+def test_a_step_sends_five_numbers_before_the_update_and_one_after_it_where_a_rank_may_fail(world_size: int) -> None:
+    lone, both = [("all_reduce", 5)], [("all_reduce", 5), ("all_reduce", 1)]
+    for name, stays, expected in (
+        ("hybrid", True, [both, lone, both, lone]),  # the first and the third take memory for states, on some rank
+        ("hybrid", False, [both] * 4),
+        ("momentum", True, [both] * 4),  # nobody knows what it takes
+    ):
+        counts = run_ranks(count_collectives, world_size, name, stays)
+        assert counts == [expected if world_size > 1 else [[]] * 4] * world_size
 
 
 def refuse_unmanaged(rank: int, world_size: int) -> None:

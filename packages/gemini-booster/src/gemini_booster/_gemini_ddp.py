@@ -275,6 +275,8 @@ class GeminiDDP(ZeroDDP[Chunk]):
             chunks = {name: manager.chunk_of(param) for name, param in module.named_parameters()}
             self.expected_plan = policy.schedule(memstats.trace(chunks, world_size=manager.world_size), placement)
         self.shards: Sequence[ChunkShard] = _shards(states, host)
+        stays = all(shard.chunk.rest is device and shard.states_tier == "device" for shard in self.shards)
+        self.is_resident = auto is None and device.capacity is None and stays
         if auto is not None:
             auto.start(module, self.shards, self._ranks.exchange)
             weakref.finalize(self, _end, auto.first_step).atexit = False

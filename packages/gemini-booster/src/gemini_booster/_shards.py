@@ -23,15 +23,20 @@ class ParamRun:
 
 
 class WriteBehind:
-    """The update of a chunk that was started last: one is written back while the next shard is updated, and no more."""
+    """The one update that may be under way: new weights are written back while the next shard is updated, and no more.
+
+    Attributes:
+        last: what was started last, until it has been waited for.
+    """
 
     def __init__(self) -> None:
         self.last: Handle | None = None
 
     def wait(self) -> None:
-        """Wait for it; where it has failed, the next one must not begin."""
+        """Wait for it; where it has failed, the next one must not begin, and another wait tries again."""
         if self.last is not None:
             self.last.wait()
+            self.last = None
 
 
 class ChunkShard:
@@ -55,7 +60,6 @@ class ChunkShard:
         self._behind = behind
         self._reads_ahead = following is not None
         self._memories: list[tuple[Tensor, str]] = []
-        self._committed: Handle | None = None
 
     @property
     def name(self) -> str:
@@ -136,9 +140,10 @@ class ChunkShard:
 
     def page_in(self) -> None:
         """Tell that gradient, master weights and states are needed soon: from the disk they are read ahead."""
-        self.chunk.page_in(master=True)
-        for memory, _ in self._memories:
-            self._states.page_in(memory)
+        if "disk" in (self._states.name, self.chunk.rest.name):
+            self.chunk.page_in(master=True)
+            for memory, _ in self._memories:
+                self._states.page_in(memory)
 
     def new_state(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
         """Return zeroed memory, accounted for in the tier where the chunk's states rest."""
@@ -148,31 +153,35 @@ class ChunkShard:
 
     def without_gradient(self) -> Collection[nn.Parameter]:
         """The parameters of which no rank has a gradient."""
-        return [info.tensor for info in self.chunk.without_gradient if isinstance(info.tensor, nn.Parameter)]
+        unused = self.chunk.without_gradient
+        return [info.tensor for info in unused if isinstance(info.tensor, nn.Parameter)] if unused else ()
 
     def commit(self) -> None:
         """Take the updated weights into the working parameters, in the background; the states are not needed soon."""
         self._behind.wait()
         self._count_update()  # it looks at the master weights, for which it would have to wait afterwards
-        self._committed = self._behind.last = self.chunk.start_commit()
-        self._reads_ahead = True
-        for memory, _ in self._memories:
-            self._states.page_out(memory)
+        self._behind.last = self.chunk.start_commit()
+        self._reads_ahead = self._following is not None
+        if self._states.name == "disk":
+            for memory, _ in self._memories:
+                self._states.page_out(memory)
 
     def wait_commit(self) -> None:
-        """Return when the working parameters have the updated weights."""
-        if self._committed is not None:
-            self._committed.wait()
+        """Return when the working parameters have the updated weights; those of earlier shards have been waited for."""
+        self._behind.wait()
 
     def _count_update(self) -> None:
         """Count what the update has moved: the gradient and the new weights, and states on the disk there and back."""
+        rest = self.chunk.rest
         computes = self._host if self._states.name == "disk" else self._states
-        rest, master, gradient = self.chunk.rest, self.chunk.master, self.chunk.gradient
-        in_place = gradient is self.chunk.shard or master is self.chunk.shard
+        if computes is self._states is rest:
+            return  # everything is where it is updated
+        shard, master, gradient = self.chunk.shard, self.chunk.master, self.chunk.gradient
+        in_place = gradient is shard or master is shard
         if gradient is not None:
             computes.receive(rest if in_place else self._states, gradient.nbytes)
         if master is not None:
-            if master is not self.chunk.shard:
+            if master is not shard:
                 rest.receive(computes, self.chunk.shard_bytes)
             state_bytes = master.nbytes + sum(memory.nbytes for memory, _ in self._memories)
             computes.receive(self._states, state_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, overload
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-__all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
+__all__ = ["CPUAdam", "FusedAdam", "HybridAdam", "is_fused", "moment_names", "update"]
 
 # [Note: Padded tails]
 # torch's fused kernel for the CPU runs a vector loop and finishes with a scalar one, which rounds differently. Where a
@@ -86,10 +86,7 @@ class _Adam(torch.optim.Adam):
         return loss
 
     def _update_group(self, group: dict[str, Any]) -> None:
-        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
-        # One kernel call takes tensors of one device and one dtype.
-        fused: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = defaultdict(list)
-        other: list[tuple[Tensor, ...]] = []
+        members = []
         for param in group["params"]:
             if param.grad is None:
                 continue
@@ -98,19 +95,9 @@ class _Adam(torch.optim.Adam):
             state = self.state[param]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-                state.update((name, torch.zeros_like(param)) for name in names)
-            elif state["step"].device != param.device:
-                state["step"] = state["step"].to(param.device)
-            row = (param, param.grad, *(state[name] for name in names), state["step"])
-            # The fused kernels walk memory in order and do not compare strides.
-            if _has_fused_kernel(param) and all(tensor.is_contiguous() for tensor in row):
-                fused[param.device, param.dtype].append(row)
-            else:
-                other.append(row)
-        for rows in fused.values():
-            _fused_update(rows, group)
-        if other:
-            _foreach_update(other, group)
+                state.update((name, torch.zeros_like(param)) for name in moment_names(group))
+            members.append((param, param.grad, state))
+        update(group, members)
 
 
 class HybridAdam(_Adam):
@@ -211,17 +198,49 @@ class FusedAdam(_Adam):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
-def _has_fused_kernel(param: Tensor) -> bool:
-    return param.is_floating_point() and param.device.type in _get_fused_kernels_supported_devices()
+def moment_names(group: Mapping[str, Any]) -> list[str]:
+    """Return the names of the states that parameters of this group have beside the count of steps."""
+    return ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg", "exp_avg_sq"]
 
 
-def _fused_update(rows: list[tuple[Tensor, ...]], group: dict[str, Any]) -> None:
+def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch has a fused kernel, which takes no memory, for parameters of this kind."""
+    return dtype.is_floating_point and device.type in _get_fused_kernels_supported_devices()
+
+
+def update(group: Mapping[str, Any], members: Iterable[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
+    """Update parameters by the hyper-parameters of a group: one kernel call for each device and dtype.
+
+    Args:
+        group: hyper-parameters; whatever parameters are there are not looked at.
+        members: parameters of any devices and dtypes, each with its gradient, dense and in the same place and dtype,
+            and its state: what `moment_names` says, in the form of the parameter, and ``"step"``, 0-dim. A count of
+            steps on another device is replaced by one beside the parameter.
+    """
+    names = moment_names(group)
+    alike: dict[tuple[torch.device, torch.dtype, bool], list[tuple[Tensor, ...]]] = defaultdict(list)
+    for param, grad, state in members:
+        if state["step"].device != param.device:
+            state["step"] = state["step"].to(param.device)
+        row = (param, grad, *map(state.__getitem__, names), state["step"])
+        alike[param.device, param.dtype, all(map(Tensor.is_contiguous, row))].append(row)
+    other: list[tuple[Tensor, ...]] = []
+    for (device, dtype, are_contiguous), rows in alike.items():
+        # The fused kernels walk memory in order and do not compare strides.
+        if are_contiguous and is_fused(device, dtype):
+            _fused_update(rows, group)
+        else:
+            other += rows
+    if other:
+        _foreach_update(other, group)
+
+
+def _fused_update(rows: list[tuple[Tensor, ...]], group: Mapping[str, Any]) -> None:
     """Run the fused kernel on rows of (parameter, gradient, moments..., step), all of one device and dtype."""
-    steps = [row[-1] for row in rows]
+    *columns, steps = map(list, zip(*rows, strict=True))
     torch._foreach_add_(steps, 1)
     if not group["bias_correction"]:  # [Note: No bias correction]
         steps = [torch.full_like(steps[0], _ENDLESS)] * len(steps)
-    columns = [list(column) for column in zip(*(row[:-1] for row in rows), strict=True)]
     first = rows[0][0]
     if first.device.type == "cpu" and first.dtype == torch.float32:
         _without_scalar_tails(columns, steps, group)
@@ -229,9 +248,9 @@ def _fused_update(rows: list[tuple[Tensor, ...]], group: dict[str, Any]) -> None
         _call_kernel(columns, steps, group)
 
 
-def _without_scalar_tails(columns: list[list[Tensor]], steps: list[Tensor], group: dict[str, Any]) -> None:
+def _without_scalar_tails(columns: list[list[Tensor]], steps: list[Tensor], group: Mapping[str, Any]) -> None:
     """Call the kernel so that every element takes its vector loop. [Note: Padded tails]."""
-    numels = [param.numel() for param in columns[0]]
+    numels = list(map(Tensor.numel, columns[0]))
     ragged = [i for i, numel in enumerate(numels) if numel % _LANES]
     if not ragged:
         return _call_kernel(columns, steps, group)
@@ -255,7 +274,7 @@ def _without_scalar_tails(columns: list[list[Tensor]], steps: list[Tensor], grou
     return None
 
 
-def _call_kernel(columns: list[list[Tensor]], steps: list[Tensor], group: dict[str, Any]) -> None:
+def _call_kernel(columns: list[list[Tensor]], steps: list[Tensor], group: Mapping[str, Any]) -> None:
     params, grads, exp_avgs, exp_avg_sqs, *maxima = columns
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     kernel(
@@ -275,15 +294,12 @@ def _call_kernel(columns: list[list[Tensor]], steps: list[Tensor], group: dict[s
     )
 
 
-def _foreach_update(rows: list[tuple[Tensor, ...]], group: dict[str, Any]) -> None:
-    steps = [row[-1] for row in rows]
+def _foreach_update(rows: list[tuple[Tensor, ...]], group: Mapping[str, Any]) -> None:
+    params, grads, exp_avgs, exp_avg_sqs, *maxima, steps = map(list, zip(*rows, strict=True))
     counters = steps
     if not group["bias_correction"]:  # [Note: No bias correction]
         torch._foreach_add_(steps, 1)
         counters = [torch.full_like(step, _ENDLESS) for step in steps]
-    params, grads, exp_avgs, exp_avg_sqs, *maxima = (
-        list(column) for column in zip(*(row[:-1] for row in rows), strict=True)
-    )
     adam(
         params,
         grads,

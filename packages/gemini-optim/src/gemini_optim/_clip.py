@@ -33,7 +33,8 @@ def total_norm(
     *,
     exact: bool,
     tag: int,
-) -> tuple[float, bool]:
+    may_fail: bool,
+) -> tuple[float, bool, bool]:
     """Return the norm of all gradients of all ranks, with one collective and one wait per device.
 
     Args:
@@ -42,10 +43,11 @@ def total_norm(
         process_group: the ranks that hold the other gradients.
         exact: whether a coefficient is computed from it. [Note: Squares in fp64]
         tag: any number from 0 to 2**20; ranks must have the same.
+        may_fail: what this rank has to say of itself.
 
     Returns:
-        The norm, infinite if and only if a gradient of any rank is not finite; and whether all ranks gave one tag. Both
-        are the same bits on every rank.
+        The norm, infinite if and only if a gradient of any rank is not finite; whether all ranks gave one tag; and
+        whether any may fail. All are the same bits on every rank.
     """
     numbers: list[float] = []
     parts: dict[torch.device, list[Tensor]] = {}
@@ -64,16 +66,16 @@ def total_norm(
     finite = math.isfinite(value)
     value = value if finite else 0.0
     if norm_type == math.inf:
-        value, broken, most, least = _collectives.all_reduce_numbers(
-            [value, not finite, tag, -tag], "max", process_group
+        value, broken, failing, most, least = _collectives.all_reduce_numbers(
+            [value, not finite, may_fail, tag, -tag], "max", process_group
         )
-        return math.inf if broken else value, most == -least
-    value, broken, total, squares = _collectives.all_reduce_numbers(
-        [value, not finite, tag, tag**2], "sum", process_group
+        return math.inf if broken else value, most == -least, failing > 0
+    value, broken, failing, total, squares = _collectives.all_reduce_numbers(
+        [value, not finite, may_fail, tag, tag**2], "sum", process_group
     )
     # Numbers are equal if the mean of their squares is the square of their mean. All of these sums are exact.
     alike = _collectives.group_size(process_group) * int(squares) == int(total) ** 2
-    return math.inf if broken else math.sqrt(value), alike
+    return math.inf if broken else math.sqrt(value), alike, failing > 0
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -100,13 +102,16 @@ def _part(gradient: Tensor, norm_type: float, exact: bool) -> Tensor:
 def _sum_of_squares(gradient: Tensor, exact: bool) -> float:
     """Add up the squares of each block of a tensor on the CPU, and the sums of blocks in fp64."""
     if not exact and gradient.dtype == torch.float32:
-        blocks = (gradient,) if gradient.numel() <= _READ_NUMEL else gradient.split(_READ_NUMEL)
-        total = sum(torch.dot(block, block).item() for block in blocks)
+        total = 0.0
+        for first in range(0, gradient.numel(), _READ_NUMEL):
+            block = gradient[first : first + _READ_NUMEL]
+            total += torch.dot(block, block).item()
     else:
         dtype = torch.float64 if exact else torch.float32
         scratch = torch.empty(min(gradient.numel(), _BLOCK_NUMEL), dtype=dtype)
         total = 0.0
-        for block in gradient.split(_BLOCK_NUMEL):
+        for first in range(0, gradient.numel(), _BLOCK_NUMEL):
+            block = gradient[first : first + _BLOCK_NUMEL]
             values = scratch[: block.numel()].copy_(block)
             total += torch.dot(values, values).item()
     # Squares of large finite numbers overflow fp32.

@@ -19,7 +19,16 @@ from torch import Tensor
 from gemini_optim._errors import ShardLayoutError
 from gemini_optim.interfaces import OptimShard
 
-__all__ = ["Piece", "Segment", "StateMemory", "cut_pieces", "list_segments", "place_numbers", "split_pieces"]
+__all__ = [
+    "Piece",
+    "Segment",
+    "StateMemory",
+    "cut_pieces",
+    "list_segments",
+    "parts_of",
+    "place_numbers",
+    "split_pieces",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,38 +73,28 @@ class Piece:
         param: stands for the piece in the optimizer, shape ``(numel,)`` during a step.
         state: what the optimizer keeps for it.
         owned: the tensors of ``state`` that lie in the memory of the shard.
+        shard_index: which shard the piece lies in.
+        group_index: which parameter group it belongs to.
+        start: first element, in the shard.
+        packed: first element, in the state buffers.
+        numel: number of elements.
     """
 
     segments: tuple[Segment, ...]
     param: Tensor = field(default_factory=lambda: torch.empty(0))
     state: dict[str, object] = field(default_factory=dict)
     owned: dict[str, Tensor] = field(default_factory=dict)
+    shard_index: int = field(init=False)
+    group_index: int = field(init=False)
+    start: int = field(init=False)
+    packed: int = field(init=False)
+    numel: int = field(init=False)
 
-    @property
-    def shard_index(self) -> int:
-        """Which shard the piece lies in."""
-        return self.segments[0].shard_index
-
-    @property
-    def group_index(self) -> int:
-        """Which parameter group the piece belongs to."""
-        return self.segments[0].group_index
-
-    @property
-    def start(self) -> int:
-        """First element, in the shard."""
-        return self.segments[0].start
-
-    @property
-    def packed(self) -> int:
-        """First element, in the state buffers."""
-        return self.segments[0].packed
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        last = self.segments[-1]
-        return last.start + last.numel - self.start
+    def __post_init__(self) -> None:
+        first, last = self.segments[0], self.segments[-1]
+        self.shard_index, self.group_index = first.shard_index, first.group_index
+        self.start, self.packed = first.start, first.packed
+        self.numel = last.start + last.numel - first.start
 
     def offsets(self) -> Iterable[tuple[Segment, int]]:
         """Yield each segment with its first element counted in the piece."""
@@ -180,6 +179,20 @@ def split_pieces(pieces: Iterable[Piece], apart: Callable[[Segment], bool], memo
                 else:
                     part.state[name] = copy.deepcopy(value)
             yield part
+
+
+def parts_of(pieces: Iterable[Piece], shards: Mapping[int, Tensor]) -> list[Tensor]:
+    """Return the elements of each piece.
+
+    Args:
+        pieces: what to look for.
+        shards: one flat tensor of each of their shards, by the number of the shard.
+    """
+    parts = []
+    for piece in pieces:
+        whole = shards[piece.shard_index]
+        parts.append(whole if piece.numel == whole.numel() else whole.narrow(0, piece.start, piece.numel))
+    return parts
 
 
 def place_numbers(piece: Piece, groups: Sequence[Mapping[str, object]]) -> None:
@@ -270,7 +283,7 @@ class StateMemory:
             ValueError: a state is neither one number nor one number per element.
         """
         for name, value in list(piece.state.items()):
-            if not isinstance(value, Tensor) or value.dim() == 0 or value is piece.owned.get(name):
+            if value is piece.owned.get(name) or not isinstance(value, Tensor) or value.dim() == 0:
                 continue
             if value.shape != (piece.numel,):
                 raise ValueError(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from typing import Literal, cast
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gemini_optim import _collectives
-from gemini_optim._pieces import Piece, StateMemory
-from gemini_optim._update import BlockUpdate, batches
+from gemini_optim._pieces import Piece, parts_of
+from gemini_optim._update import BlockUpdate
 from gemini_optim.interfaces import OptimShard
 
-__all__ = ["BegunStep", "Failure", "agree_on_failure", "part_of", "take_grads"]
+__all__ = ["BegunStep", "Failure", "agree_on_failure", "take_grads"]
 
 Failure = Literal["none", "repeatable", "final"]
 _FAILURES: tuple[Failure, ...] = ("none", "repeatable", "final")
@@ -32,15 +32,16 @@ class BegunStep:
     Args:
         shards: this rank's shards.
         blocks: updates pieces.
-        memory: where states go.
-        active: the pieces to update, in the order of their shards.
-        grads: the gradient of each shard.
+        with_gradient: the shards that have a gradient, by number and in order.
+        pieces: what to update, in the order of those shards.
+        grads: the gradient of each piece.
         multiplier: see `BlockUpdate.run`.
-        block_numel: elements that are updated at a time.
+        may_fail: whether a part of the step can fail on any rank.
         loss: what the step's closure returned.
 
     Attributes:
         loss: as given.
+        may_fail: as given.
         can_go_on: whether `run` may be called again after it has raised.
         failure: what has failed, on any rank; empty as long as nothing has.
     """
@@ -49,31 +50,32 @@ class BegunStep:
         self,
         shards: Sequence[OptimShard],
         blocks: BlockUpdate,
-        memory: StateMemory,
-        active: Iterable[Piece],
-        grads: Sequence[Tensor | None],
+        with_gradient: Sequence[int],
+        pieces: Sequence[Piece],
+        grads: Sequence[Tensor],
         *,
         multiplier: float,
-        block_numel: int,
+        may_fail: bool,
         loss: float | None,
     ) -> None:
         self.loss = loss
+        self.may_fail = may_fail
         self.can_go_on = True
         self.failure = ""
         self._shards = shards
         self._blocks = blocks
-        self._memory = memory
-        self._grads = grads
+        self._with_gradient = with_gradient
         self._multiplier = multiplier
-        pieces = list(active)
-        self._with_gradient = [index for index, grad in enumerate(grads) if grad is not None]
-        self._left = Counter(piece.shard_index for piece in pieces)
-        self._batches = deque(batches(pieces, block_numel))
+        # A product would leave the cache before it is used.
+        self._batches = deque(blocks.batches(pieces, grads, at_once=not may_fail and multiplier == 1.0))
         self._updated: Sequence[Piece] = ()
         self._runs = False
+        self._pieces_left = [0] * len(shards)
+        for piece in pieces:
+            self._pieces_left[piece.shard_index] += 1
         # A gradient may be of parameters that are not optimized, or of padding. Other ranks may update their part of
         # that chunk, and all must do the same to it.
-        self._complete = deque(index for index in self._with_gradient if not self._left[index])
+        self._uncommitted = deque(with_gradient)
 
     def run(self) -> None:
         """Do what is left to be done.
@@ -86,15 +88,18 @@ class BegunStep:
             self._blocks.begin_step(self._device)
             self.can_go_on = self._runs = True
         self._keep_updated()
+        masters: dict[int, Tensor] = {}
         while self._batches:
-            batch = self._batches[0]
-            masters = [part_of(self._shards[piece.shard_index].master(), piece) for piece in batch]
-            grads = [part_of(self._grads[piece.shard_index], piece) for piece in batch]
-            grads = self._blocks.prepare(batch, masters, grads)
+            pieces, grads = self._batches[0]
+            for piece in pieces:
+                if piece.shard_index not in masters:
+                    masters[piece.shard_index] = self._shards[piece.shard_index].master()
+            grads = self._blocks.prepare(pieces, parts_of(pieces, masters), grads)
             self.can_go_on = False
-            self._blocks.run(batch, grads, self._multiplier)
+            self._blocks.run(pieces, grads, self._multiplier)
             self.can_go_on = True
-            self._updated = self._batches.popleft()
+            self._updated = pieces
+            self._batches.popleft()
             self._keep_updated()
         for index in self._with_gradient:
             self._shards[index].wait_commit()
@@ -105,16 +110,13 @@ class BegunStep:
 
     def _keep_updated(self) -> None:
         """Adopt new states of the pieces updated last, and commit the shards of which nothing is left to update."""
+        self._blocks.adopt(self._updated)
         for piece in self._updated:
-            self._memory.adopt(piece)
-        for piece in self._updated:
-            self._left[piece.shard_index] -= 1
-            if not self._left[piece.shard_index]:
-                self._complete.append(piece.shard_index)
+            self._pieces_left[piece.shard_index] -= 1
         self._updated = ()
-        while self._complete:
-            self._shards[self._complete[0]].commit()
-            self._complete.popleft()
+        while self._uncommitted and not self._pieces_left[self._uncommitted[0]]:
+            self._shards[self._uncommitted[0]].commit()
+            self._uncommitted.popleft()
 
 
 def agree_on_failure(
@@ -139,14 +141,16 @@ def agree_on_failure(
     return _FAILURES[int(worst)], " ".join(f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
-def take_grads(shards: Sequence[OptimShard]) -> tuple[list[Tensor | None], Exception | None, bool]:
-    """Return the gradient of every shard, or none, what was raised, and whether a gradient is lost with that."""
-    grads: list[Tensor | None] = []
-    for shard in shards:
+def take_grads(shards: Sequence[OptimShard]) -> tuple[dict[int, Tensor], Exception | None, bool]:
+    """Return the gradients of shards, by number, or none, what was raised, and whether one is lost with that."""
+    grads: dict[int, Tensor] = {}
+    for index, shard in enumerate(shards):
         try:
-            grads.append(shard.grad())
+            grad = shard.grad()
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            return [None] * len(shards), error, _has_none(shard)
+            return {}, error, _has_none(shard)
+        if grad is not None:
+            grads[index] = grad
     return grads, None, False
 
 
@@ -155,9 +159,3 @@ def _has_none(shard: OptimShard) -> bool:
         return shard.grad() is None
     except Exception:  # it has what it had, and cannot give it yet
         return False
-
-
-def part_of(tensor: Tensor | None, piece: Piece) -> Tensor:
-    """Return the elements of a shard's tensor that a piece has; it is there where pieces are updated."""
-    whole = cast("Tensor", tensor)  # pieces without a gradient were left out
-    return whole if piece.numel == whole.numel() else whole.narrow(0, piece.start, piece.numel)

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NoReturn, overload
 
 import torch
@@ -17,10 +17,10 @@ from gemini_optim import _collectives
 from gemini_optim._clip import SUPPORTED_NORMS, clip_coefficient, total_norm
 from gemini_optim._errors import ShardLayoutError, UnfinishedStepError
 from gemini_optim._one_per_model import replace, replaceable_by
-from gemini_optim._pieces import Piece, StateMemory, cut_pieces, list_segments, split_pieces
+from gemini_optim._pieces import Piece, StateMemory, cut_pieces, list_segments, parts_of, split_pieces
 from gemini_optim._scaler import DynamicLossScaler
 from gemini_optim._state import SavedStates, gather_states, pieces_with_states
-from gemini_optim._step import BegunStep, Failure, agree_on_failure, part_of, take_grads
+from gemini_optim._step import BegunStep, Failure, agree_on_failure, take_grads
 from gemini_optim._update import BlockUpdate
 from gemini_optim.interfaces import ShardedModel
 
@@ -197,6 +197,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters, or skip on all ranks if a gradient of any is not finite.
 
+        After the update ranks wait to hear whether all have done it, unless the model is resident and all states are
+        there: then nothing can be refused on any.
+
         Args:
             closure: evaluates the model, calls ``backward`` and returns the loss.
 
@@ -229,13 +232,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _begin(self, loss: float | None) -> BegunStep | None:
         """Return the step that is to be taken, or None if all ranks skip it."""
         self._adopt_users_changes()
-        grads, error, is_lost = take_grads(self._model.shards)
+        shards = self._model.shards
+        grads, error, is_lost = take_grads(shards)
         self._memory.follow(self._pieces, self._optim.param_groups)
         active = self._active(grads)
-        parts = [part_of(grads[piece.shard_index], piece) for piece in active]
+        parts = parts_of(active, grads)
         # No rank goes on unless all have gradients of the same chunks; where one has an error, all look why.
-        tag = 0 if error is not None else 1 + zlib.crc32(bytes(grad is not None for grad in grads)) % 2**20
-        norm, alike = total_norm(parts, self.norm_type, self._model.process_group, exact=self.max_norm > 0.0, tag=tag)
+        tag = 0 if error is not None else 1 + zlib.crc32(bytes(map(grads.__contains__, range(len(shards))))) % 2**20
+        norm, alike, may_fail = total_norm(
+            parts,
+            self.norm_type,
+            self._model.process_group,
+            exact=self.max_norm > 0.0,
+            tag=tag,
+            may_fail=not self._model.is_resident or self._blocks.takes_memory(active, parts),
+        )
         if error is not None or not alike:
             self._lose_step(error, is_lost)
         scale = self.loss_scale
@@ -248,13 +259,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._stepped = True
         clip = clip_coefficient(self._grad_norm, self.max_norm) if self.max_norm else 1.0
         step = BegunStep(
-            self._model.shards,
+            shards,
             self._blocks,
-            self._memory,
+            list(grads),
             active,
-            grads,
+            parts,
             multiplier=clip / scale,
-            block_numel=self._block_numel,
+            may_fail=may_fail,
             loss=loss,
         )
         self._call_hooks(self._optim._optimizer_step_pre_hooks)
@@ -262,7 +273,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _lose_step(self, error: Exception | None, is_lost: bool) -> NoReturn:
         """Raise on every rank, for a gradient could not be given on one of them, or only some have one. Collective."""
-        failure, text = self._failure(error, can_go_on=not is_lost)
+        failure, text = agree_on_failure(error, can_go_on=not is_lost, process_group=self._model.process_group)
         if failure != "repeatable":
             # The step is lost on this rank as well: a later one must not update a chunk on some ranks alone.
             for shard in self._model.shards:
@@ -279,16 +290,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             step.run()
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
-        failure, text = self._failure(error, can_go_on=step.can_go_on and isinstance(error, OSError | RuntimeError))
+        can_go_on = step.can_go_on and isinstance(error, OSError | RuntimeError)
+        # Where nothing can fail, nobody waits to hear it.
+        group = self._model.process_group if step.may_fail else None
+        failure, text = agree_on_failure(error, can_go_on=can_go_on, process_group=group)
         if failure == "repeatable":
             self._begun, step.failure = step, text
             raise UnfinishedStepError(_what_is_left(step)) from error
         self._raise_together(failure, text, error)
         self._blocks.end_step()
         self._call_hooks(self._optim._optimizer_step_post_hooks)
-
-    def _failure(self, error: Exception | None, *, can_go_on: bool) -> tuple[Failure, str]:
-        return agree_on_failure(error, can_go_on=can_go_on, process_group=self._model.process_group)
 
     def _raise_together(self, failure: Failure, text: str, error: Exception | None) -> None:
         """Raise this rank's error, or else say what those of others are."""
@@ -311,15 +322,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for hook in list(hooks.values()):
             hook(self._optim, (), {})
 
-    def _active(self, grads: Sequence[Tensor | None]) -> list[Piece]:
-        """Return the pieces that have gradients, cut so that they hold no parameter without one."""
-        unused = {
-            param
-            for shard, grad in zip(self._model.shards, grads, strict=True)
-            if grad is not None
-            for param in shard.without_gradient()
-        }
-        active = [piece for piece in self._pieces if grads[piece.shard_index] is not None]
+    def _active(self, grads: Mapping[int, Tensor]) -> list[Piece]:
+        """Return the pieces in shards that have gradients, cut so that they hold no parameter without one."""
+        unused: set[Tensor] = set()
+        for index in grads:
+            unused.update(self._model.shards[index].without_gradient())
+        active = [piece for piece in self._pieces if piece.shard_index in grads]
         if not unused:
             return active
         numbers = {number for number, param in enumerate(self._params()) if param in unused}
@@ -327,7 +335,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return [
             piece
             for piece in self._pieces
-            if grads[piece.shard_index] is not None and piece.segments[0].param_index not in numbers
+            if piece.shard_index in grads and piece.segments[0].param_index not in numbers
         ]
 
     def get_grad_norm(self) -> float | None:
@@ -538,8 +546,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter was added, removed or moved to another group by hand.
         """
-        now = [[id(param) for param in group["params"]] for group in self._optim.param_groups]
-        if now != [[id(param) for param in params] for params in self._members]:
+        now = [list(map(id, group["params"])) for group in self._optim.param_groups]
+        if now != [list(map(id, params)) for params in self._members]:
             raise ValueError(
                 f"The parameter groups had {[len(params) for params in self._members]} parameters when the optimizer "
                 f"was built, and have {[len(params) for params in now]} now, or others, or in another order. Their "

@@ -127,5 +127,13 @@ class ShardedModel(Protocol):
     def scales_loss(self) -> bool:
         """Whether gradients need a loss scale: True for fp16."""
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether master weights, states and gradients stay in one place for life: memory without a limit.
+
+        Then nothing that is there already can be refused or get lost in a step, and ``commit`` leaves nothing under
+        way. So shards are updated all at once, and ranks do not wait for each other to hear that none has failed.
+        """
+
     def backward(self, loss: Tensor) -> None:
         """Run backward from ``loss``, a scalar, and finish all reductions before returning."""

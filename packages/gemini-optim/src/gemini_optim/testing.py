@@ -83,6 +83,9 @@ class PlainModel:
     Every rank keeps all working parameters, so it saves only optimizer memory; what it is for is to show and to test
     the contract. Gradients are summed in fp32 and rounded to the working dtype once.
 
+    Attributes:
+        is_resident: see ``gemini_optim.interfaces.ShardedModel``; set it to False to try out failures.
+
     Args:
         params: trainable parameters, on the CPU and of one dtype, equal on all ranks. They become views of chunks.
         chunk_numel: elements of a chunk at most, but for a parameter that is larger.
@@ -113,6 +116,7 @@ class PlainModel:
         if group:
             self._close(group)
         self.scales_loss = self._chunks[0][1].dtype == torch.float16
+        self.is_resident = True
 
     def backward(self, loss: Tensor) -> None:
         """Run backward, and average the gradients over ranks into the shards; calls add up until the next step."""
