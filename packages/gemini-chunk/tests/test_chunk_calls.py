@@ -92,3 +92,16 @@ def test_a_backward_makes_as_many_calls_for_many_small_gradients_as_for_few() ->
         return calls_of(backward)
 
     assert calls(40) == calls(2)
+
+
+def test_no_more_than_some_groups_of_tensors_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemini_chunk._manager._MOST_REMEMBERED", 8)
+    manager, chunk = chunk_of(6, "host")
+    tensors = [info.tensor for info in chunk.tensors]
+    for first in tensors:
+        for second in tensors:
+            used = [first] if first is second else [first, second]
+            manager.begin_use(used)
+            manager.end_use(used, in_backward=False)
+            assert len(manager._by_chunk) <= 8
+    assert chunk.users == 0

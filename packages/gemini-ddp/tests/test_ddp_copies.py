@@ -126,3 +126,13 @@ def test_pickling_a_wrapped_model_is_an_error_that_tells_what_to_save(save: obje
     _, model, _ = wrapped("Stack")
     with pytest.raises(ZeroDDPError, match=r"Save its state_dict\(\)"):
         save(model)  # type: ignore[operator] # one of the functions above
+
+
+def test_copy_of_a_module_within_shares_its_hooks_and_drags_nothing_along() -> None:
+    model = wrapped("Stack")[1]
+    within = [child for child in model.module.modules() if next(child.parameters(recurse=False), None) is not None]
+    for child in within:
+        copied = copy.deepcopy(child)
+        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+            assert list(getattr(copied, hooks).values()) == list(getattr(child, hooks).values())
+    default_loss(copy.deepcopy(model.module), 0)

@@ -325,6 +325,26 @@ def test_step_after_an_error_equals_a_clean_run(
         same_bits(got, wanted, name)
 
 
+def test_gradient_that_a_hook_of_the_user_kept_from_the_store_is_not_added_to_the_next() -> None:
+    torch.manual_seed(0)
+    plain = Failing()
+    module = copy.deepcopy(plain)
+    fails = [True]
+
+    def hook(_: Tensor) -> None:
+        if fails.pop():
+            raise RuntimeError("on request")
+
+    handle = module.embed.weight.register_post_accumulate_grad_hook(hook)  # before ours, which takes the gradient
+    model, store = Setup().wrap(module)
+    with pytest.raises(RuntimeError, match="on request"):
+        default_loss(model, 40).backward()
+    handle.remove()
+    for each in (plain, model):
+        default_loss(each, 0).backward()
+    assert_same_gradients(plain, model, store)
+
+
 @every_setup
 @pytest.mark.parametrize("mode", NO_GRAD)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -276,6 +276,7 @@ class GeminiDDP(ZeroDDP[Chunk]):
             self.expected_plan = policy.schedule(memstats.trace(chunks, world_size=manager.world_size), placement)
         self.shards: Sequence[ChunkShard] = _shards(states, host)
         stays = all(shard.chunk.rest is device and shard.states_tier == "device" for shard in self.shards)
+        # As it is built: whoever moves a shard of a model without limits has all the memory that a step may ask for.
         self.is_resident = auto is None and device.capacity is None and stays
         if auto is not None:
             auto.start(module, self.shards, self._ranks.exchange)

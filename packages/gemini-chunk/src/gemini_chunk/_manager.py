@@ -26,6 +26,9 @@ from gemini_chunk._tiers import Tier, TierName, device_tier, host_tier
 _ResultT = TypeVar("_ResultT")
 _DONE = Done()
 
+# Groups of tensors whose chunks a manager remembers; it begins anew where somebody asks for ever new ones.
+_MOST_REMEMBERED = 2**14
+
 
 class ChunkManager:
     """All chunks of one or several models, with their tiers and their collectives.
@@ -311,6 +314,8 @@ class ChunkManager:
         for chunk, info in map(self._entry, tensors):
             infos_of.setdefault(chunk, []).append(info)
         by_chunk = [(chunk, tuple(infos)) for chunk, infos in infos_of.items()]
+        if len(self._by_chunk) >= _MOST_REMEMBERED:
+            self._by_chunk.clear()
         self._by_chunk[tuple(map(id, tensors))] = by_chunk
         return by_chunk
 
@@ -443,8 +448,9 @@ class ChunkManager:
                     gathered.append(chunk)
                     self.gather(chunk)
         except BaseException:
-            for chunk in gathered:
-                self.release(chunk)
+            for chunk, _ in by_chunk:
+                if chunk in gathered or not chunk.is_gathered:
+                    self.release(chunk)
             raise
         for chunk, infos in by_chunk:
             chunk.begin_use(infos)

@@ -31,10 +31,15 @@ def not_compiled(function: FunctionT) -> FunctionT:
     return cast("FunctionT", call)
 
 
-def hook_of(method: Callable[..., Any]) -> Callable[..., Any]:
+def hook_of(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     """Return a function that calls a bound method as long as its object lives: hooks live as long as what they hang on.
 
-    No compiler traces it, see `not_compiled`.
+    No compiler traces it, see `not_compiled`. A copy of a module shares its hooks, as it shares all functions, with
+    what is bound here; a `functools.partial` would be copied with it.
+
+    Args:
+        method: what is called.
+        first: its first arguments.
     """
     alone = _apart()
     reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined] # of a method
@@ -43,7 +48,7 @@ def hook_of(method: Callable[..., Any]) -> Callable[..., Any]:
         if is_dynamo_compiling():
             return alone(call, args)
         target = reference()
-        return None if target is None else function(target, *args)
+        return None if target is None else function(target, *first, *args)
 
     return call
 

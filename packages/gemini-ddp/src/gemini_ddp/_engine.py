@@ -106,13 +106,10 @@ class Engine(Generic[ChunkT]):
         self._in_backward = False
         self._is_recorded = False
         self._reduces = True
-        # What hooks and nodes of the graph call; they may outlive the engine.
-        self._on_enter = hook_of(self._enter)
-        self._on_leave = hook_of(self._leave)
+        # What nodes of the graph call; they may outlive the engine.
         self._begin_backward = hook_of(self._on_output_gradients)
         self._begin_hidden = hook_of(self._on_hidden_gradient)
         self._end_call = hook_of(self._on_input_gradient)
-        self._take = hook_of(self._on_gradient)
         self._end_backward = hook_of(self._finish_backward)
         self.handles = [handle for child, scope in self._scopes.items() for handle in self._hook(child, scope)]
         params = list({param: None for scope in self._scopes.values() for param in scope.params})
@@ -133,7 +130,7 @@ class Engine(Generic[ChunkT]):
                 users.setdefault(key, []).append(scope)
         for index, slot in enumerate(self._gradients.slots):
             slot.users = users[slot.key]
-            take = functools.partial(self._take, index)
+            take = hook_of(self._on_gradient, index)
             self.handles.append(slot.param.register_post_accumulate_grad_hook(take))
 
     @property
@@ -195,10 +192,9 @@ class Engine(Generic[ChunkT]):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _hook(self, module: nn.Module, scope: Scope) -> Iterator[Any]:
-        yield module.register_forward_pre_hook(functools.partial(self._on_enter, scope), prepend=True)
+        yield module.register_forward_pre_hook(hook_of(self._enter, scope), prepend=True)
         # Also after an exception, and after recompute that stops early: a scope that was entered is always left.
-        after = functools.partial(self._on_leave, scope)
-        yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        yield module.register_forward_hook(hook_of(self._leave, scope), with_kwargs=True, always_call=True)
 
     def _enter(self, scope: Scope, module: nn.Module, _: tuple[object, ...]) -> None:
         if scope.cover is not None and scope.is_covered:
@@ -537,6 +533,8 @@ class Engine(Generic[ChunkT]):
             scope.in_backward = False
             scope.waiting.clear()
             scope.calls.clear()
+        for slot in self._gradients.slots:
+            slot.param.grad = None  # what came between autograd and our hook would be added to the next one
         self._active.clear()
         self._recomputed.clear()
         self._in_backward = False

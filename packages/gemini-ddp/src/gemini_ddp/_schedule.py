@@ -168,7 +168,7 @@ class Schedule(Generic[KeyT, ChunkT]):
 
     def resident(self, *, before: bool = False) -> frozenset[ChunkT]:
         """Return what stays gathered at the current position, or the one before; nothing off the course."""
-        if not self._on_course:
+        if not self._on_course or self.position < before:
             return frozenset()
         return self._entries[self.position - 1].resident if before else self.current.resident
 

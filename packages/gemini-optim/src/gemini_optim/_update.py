@@ -1,4 +1,7 @@
-"""One pass over the master weights: cast the gradient of a block, update the block, go on to the next."""
+"""One pass over the master weights: cast the gradient of a block, update the block, go on to the next.
+
+What needs no cast and no memory is one block.
+"""
 
 from __future__ import annotations
 

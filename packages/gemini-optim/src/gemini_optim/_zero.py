@@ -71,8 +71,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm: total norm to which the unscaled gradients are clipped, as ``torch.nn.utils.clip_grad_norm_`` does;
             0.0 leaves them alone.
         norm_type: 2.0 or ``math.inf``.
-        block_numel: elements that are updated at a time. The scratch buffer has this many elements on every
-            device that holds master weights, for each dtype of those; a block should stay in cache.
+        block_numel: elements that are updated at a time, but for shards that our Adams can update all at once where
+            they are (``model.is_resident``, nothing to cast or to scale). The scratch buffer has this many elements on
+            every device that holds master weights, for each dtype of those; a block should stay in cache.
         verbose: log every skipped step.
 
     Raises:
@@ -198,7 +199,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Update the parameters, or skip on all ranks if a gradient of any is not finite.
 
         After the update ranks wait to hear whether all have done it, unless the model is resident and all states are
-        there: then nothing can be refused on any.
+        there: then nothing can be refused on any. An error there all the same, in a hook, say, is raised on its own
+        rank, and the model is not to be trained any further.
 
         Args:
             closure: evaluates the model, calls ``backward`` and returns the loss.
@@ -290,8 +292,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             step.run()
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
-        can_go_on = step.can_go_on and isinstance(error, OSError | RuntimeError)
-        # Where nothing can fail, nobody waits to hear it.
+        # Where nothing can fail, nobody waits to hear it. What does all the same is final: the others are past it.
+        can_go_on = step.may_fail and step.can_go_on and isinstance(error, OSError | RuntimeError)
         group = self._model.process_group if step.may_fail else None
         failure, text = agree_on_failure(error, can_go_on=can_go_on, process_group=group)
         if failure == "repeatable":
