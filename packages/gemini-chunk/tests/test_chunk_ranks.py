@@ -1,6 +1,6 @@
 """Chunks over several ranks: gathering, averaging, reuse of the parameters' bytes, the order of reductions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -177,6 +177,26 @@ def test_gradients_of_several_backwards_add_up(world_size: int) -> None:
     run_ranks(check_sum_of_backwards, world_size)
 
 
+def check_means(manager: ChunkManager, rank: int, step: int, times: Callable[[int, int], int]) -> None:
+    """Compare every chunk's gradient with the mean over ranks, and drop it.
+
+    Args:
+        manager: holds the parameters of `params_of`.
+        rank: this rank.
+        step: what `gradients` were made for.
+        times: how often a rank gave the gradient of a parameter, by its index.
+    """
+    full = [torch.zeros(shape) for shape in SHAPES]
+    for other in range(manager.world_size):
+        for index, gradient in enumerate(gradients(other, step)):
+            full[index] += gradient / manager.world_size * times(other, index)
+    for chunk in manager:
+        assert chunk.gradient is not None
+        mine = torch.cat([full[int(info.name[1:])].flatten() for info in chunk.tensors])
+        torch.testing.assert_close(chunk.gradient, own_part(chunk, mine, rank), rtol=1e-6, atol=1e-6)
+        chunk.discard()
+
+
 def check_uneven_use(rank: int, world_size: int) -> None:
     params = params_of(seed=0)
     manager = ChunkManager(device=device_tier("cpu"))
@@ -187,16 +207,7 @@ def check_uneven_use(rank: int, world_size: int) -> None:
             if index != rank:
                 manager.take_gradient(param, gradient)
         manager.finish_backward()
-        full = [torch.zeros(shape) for shape in SHAPES]
-        for other in range(world_size):
-            for index, gradient in enumerate(gradients(other, step)):
-                if index != other:
-                    full[index] += gradient / world_size
-        for chunk in manager:
-            assert chunk.gradient is not None
-            mine = torch.cat([full[int(info.name[1:])].flatten() for info in chunk.tensors])
-            torch.testing.assert_close(chunk.gradient, own_part(chunk, mine, rank), rtol=1e-6, atol=1e-6)
-            chunk.discard()
+        check_means(manager, rank, step, lambda other, index: int(index != other))
 
 
 @pytest.mark.distributed
@@ -217,15 +228,7 @@ def check_late_gradient(rank: int, world_size: int) -> None:
         manager.take_gradients([(params[0], gradients(rank, step)[0])])  # again, as re-entrant recompute does
         manager.take_gradient(params[-1], gradients(rank, step)[-1])
         manager.finish_backward()
-        full = [torch.zeros(shape) for shape in SHAPES]
-        for other in range(world_size):
-            for index, gradient in enumerate(gradients(other, step)):
-                full[index] += gradient / world_size * (2 if index in (0, len(SHAPES) - 1) else 1)
-        for chunk in manager:
-            assert chunk.gradient is not None
-            mine = torch.cat([full[int(info.name[1:])].flatten() for info in chunk.tensors])
-            torch.testing.assert_close(chunk.gradient, own_part(chunk, mine, rank), rtol=1e-6, atol=1e-6)
-            chunk.discard()
+        check_means(manager, rank, step, lambda _, index: 2 if index in (0, len(SHAPES) - 1) else 1)
 
 
 @pytest.mark.distributed

@@ -400,8 +400,10 @@ class Course(Generic[ChunkT]):
         for scope in scopes:
             if scope.in_backward:
                 self._is_late = True
-                self._uses.end(scope)
-                self._is_late = False
+                try:
+                    self._uses.end(scope)
+                finally:  # what it raises must not change where later chunks are kept
+                    self._is_late = False
 
     def done(self, scope: Scope) -> None:
         """Hear that nothing of a scope's backward is left on this rank; end it as soon as no other rank can tell."""
